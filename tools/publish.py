@@ -273,11 +273,12 @@ def describe(plan: Plan, list_files: bool = False) -> str:
             depth = 2 if change.path.startswith("build/") else 1
             name = change.path if list_files else "/".join(change.path.split("/")[:depth])
             groups.setdefault(name, []).append(change)
+        width = max(map(len, groups), default=0)
         for name, group in groups.items():
             counts = Counter(change.action for change in group)
             summary = ", ".join(f"{counts[action]} {action}" for action in ACTIONS if counts[action])
             size = sum(change.size for change in group if change.action in ("add", "replace")) / 1e6
-            lines.append(f"    {name:<52} {summary:<30} {size:7.2f} MB")
+            lines.append(f"    {name:<{width}}  {summary:<24} {size:7.2f} MB")
     if plan.is_empty:
         lines.append("nothing to do: the Hub holds exactly this")
     return "\n".join(lines)

@@ -1,0 +1,7 @@
+// Opens the tier AVX2 + FMA + F16C (x86-64-v3).
+#define PACKFREE_TIER 1
+#define PACKFREE_VECTOR_BYTES 32
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace packfree {
+namespace avx2 {

@@ -1,0 +1,108 @@
+// Elementary functions on vectors, float and double by one text. Included once per tier, after vec-inl.h.
+// Accuracy (measured by tests/test_simd.py): Exp, Sigmoid and Tanh within 2 units in the last place of a float.
+
+// 1 / k! for k = 0, 1, ...: |r| <= ln(2) / 2 needs terms up to r^7 for float (5e-9) and r^13 for double (4e-18).
+constexpr double kInverseFactorial[] = {1.0,           1.0,           1.0 / 2,       1.0 / 6,         1.0 / 24,
+                                        1.0 / 120,     1.0 / 720,     1.0 / 5040,    1.0 / 40320,     1.0 / 362880,
+                                        1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+template <class Acc>
+constexpr int kExpDegree = sizeof(Acc) == 4 ? 7 : 13;
+
+// sum over k >= first of r^(k - first) / k!, by Horner's rule.
+template <class Acc, int kFirst>
+PACKFREE_INLINE Vec<Acc> ExpSeries(Vec<Acc> r) {
+  Vec<Acc> sum = Set<Acc>(static_cast<Acc>(kInverseFactorial[kExpDegree<Acc>]));
+  for (int k = kExpDegree<Acc> - 1; k >= kFirst; --k) {
+    sum = MulAdd(sum, r, Set<Acc>(static_cast<Acc>(kInverseFactorial[k])));
+  }
+  return sum;
+}
+
+// e^x. 0 below the smallest normal result, infinity above the largest, NaN for NaN.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> Exp(Vec<Acc> x) {
+  constexpr bool kSingle = sizeof(Acc) == 4;
+  constexpr Acc kLowest = kSingle ? Acc(-87.33654) : Acc(-708.396418532264);
+  constexpr Acc kHighest = kSingle ? Acc(88.72283) : Acc(709.782712893384);
+  // ln(2) split so that count * kLn2High is exact.
+  constexpr Acc kLn2High = kSingle ? Acc(0.693359375) : Acc(6.93147180369123816490e-01);
+  constexpr Acc kLn2Low = kSingle ? Acc(-2.12194440e-4) : Acc(1.90821492927058770002e-10);
+  constexpr Acc kInverseLn2 = Acc(1.44269504088896340736);
+  // Adding 1.5 * 2^(mantissa bits) leaves the nearest integer in the low bits.
+  constexpr Acc kRound = kSingle ? Acc(12582912.0) : Acc(6755399441055744.0);
+  using Int = IntVec<Acc>;
+  constexpr int kMantissa = kSingle ? 23 : 52;
+
+  const Vec<Acc> clamped = Min(Max(x, Set<Acc>(kLowest)), Set<Acc>(kHighest));
+  const Vec<Acc> shifted = MulAdd(clamped, Set<Acc>(kInverseLn2), Set<Acc>(kRound));
+  const Vec<Acc> count = shifted - kRound;
+  Vec<Acc> r = MulAdd(count, Set<Acc>(-kLn2High), clamped);
+  r = MulAdd(count, Set<Acc>(-kLn2Low), r);
+  // Two factors of 2^(count / 2), because 2^count alone can pass the largest exponent.
+  const Int exponent = (Int)shifted - (Int)Set<Acc>(kRound);
+  const Int half = exponent >> 1;
+  const Int one = (Int)Set<Acc>(Acc(1));
+  const Vec<Acc> scale_a = (Vec<Acc>)(one + (half << kMantissa));
+  const Vec<Acc> scale_b = (Vec<Acc>)(one + ((exponent - half) << kMantissa));
+  Vec<Acc> y = ExpSeries<Acc, 0>(r) * scale_a * scale_b;
+  y = x < kLowest ? Zero<Acc>() : y;
+  y = x > kHighest ? Set<Acc>(static_cast<Acc>(__builtin_inf())) : y;
+  return x == x ? y : x;
+}
+
+// 1 / (1 + e^-x)
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> Sigmoid(Vec<Acc> x) {
+  return Acc(1) / (Acc(1) + Exp<Acc>(-x));
+}
+
+// (e^2x - 1) / (e^2x + 1). Near 0 the numerator comes from its own series, which keeps the relative error small.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> Tanh(Vec<Acc> x) {
+  const Vec<Acc> twice = x + x;
+  const Vec<Acc> expm1 = twice * ExpSeries<Acc, 1>(twice);
+  const Vec<Acc> near = expm1 / (expm1 + Acc(2));
+  const Vec<Acc> far = Acc(1) - Acc(2) / (Exp<Acc>(twice) + Acc(1));
+  const Vec<Acc> magnitude = twice < Acc(0) ? -twice : twice;
+  return magnitude < Acc(0.34) ? near : far;
+}
+
+// ln(x) for positive normal x; -infinity for 0, NaN below.
+// x = m 2^e with m in [sqrt(1/2), sqrt(2)), ln(m) = 2 atanh(s), s = (m - 1) / (m + 1), |s| <= 0.172.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> Log(Vec<Acc> x) {
+  constexpr bool kSingle = sizeof(Acc) == 4;
+  constexpr int kMantissa = kSingle ? 23 : 52;
+  constexpr int kTerms = kSingle ? 5 : 11;
+  using Int = IntVec<Acc>;
+  using IntLane = typename VecTraits<Acc>::IntLane;
+  const Int root_half = (Int)Set<Acc>(Acc(0.70710678118654752440));
+  const Int bits = (Int)x;
+  const Int exponent = (bits - root_half) >> kMantissa;
+  const Vec<Acc> m = (Vec<Acc>)(bits - (exponent << kMantissa));
+  const Vec<Acc> e = __builtin_convertvector(exponent, Vec<Acc>);
+  const Vec<Acc> s = (m - Acc(1)) / (m + Acc(1));
+  const Vec<Acc> s2 = s * s;
+  Vec<Acc> sum = Set<Acc>(Acc(1) / Acc(2 * kTerms + 1));
+  for (int k = kTerms - 1; k >= 0; --k) sum = MulAdd(sum, s2, Set<Acc>(Acc(1) / Acc(2 * k + 1)));
+  Vec<Acc> y = MulAdd(e, Set<Acc>(Acc(0.69314718055994530942)), Acc(2) * s * sum);
+  y = x == Acc(0) ? Set<Acc>(-static_cast<Acc>(__builtin_inf())) : y;
+  y = x < Acc(0) ? Set<Acc>(static_cast<Acc>(__builtin_nan(""))) : y;
+  const Vec<Acc> infinity = Set<Acc>(static_cast<Acc>(__builtin_inf()));
+  static_assert(sizeof(IntLane) == sizeof(Acc));
+  return x == x ? (x == infinity ? infinity : y) : x;
+}
+
+// One element, through lane 0 of the vector function, so that every path of a kernel rounds alike.
+template <class Acc>
+PACKFREE_INLINE Acc ExpOne(Acc x) {
+  return Exp<Acc>(Set<Acc>(x))[0];
+}
+template <class Acc>
+PACKFREE_INLINE Acc SigmoidOne(Acc x) {
+  return Sigmoid<Acc>(Set<Acc>(x))[0];
+}
+template <class Acc>
+PACKFREE_INLINE Acc LogOne(Acc x) {
+  return Log<Acc>(Set<Acc>(x))[0];
+}

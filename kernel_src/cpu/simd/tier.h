@@ -1,0 +1,38 @@
+// Instruction-set tiers of the CPU kernels, picked at run time.
+//
+// A kernel's text is written once, in `*-inl.h` files, and compiled once per tier: its .cpp includes begin_<tier>.h, the
+// texts, and end_tier.h, tier after tier. begin_ opens `namespace packfree::<tier>` under a target pragma; nothing with
+// a target attribute is ever visible outside such a pair, so no standard-library code can be compiled for a CPU that
+// the user does not have.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define PACKFREE_X86 1
+#else
+#define PACKFREE_X86 0
+#endif
+
+#include "common/dtypes.h"
+
+#define PACKFREE_INLINE inline __attribute__((always_inline))
+
+namespace packfree {
+
+enum class Tier { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+
+// Name of a tier as PACKFREE_CPU_TIER spells it: scalar, avx2, avx512, avx512_bf16.
+const char* TierName(Tier tier);
+
+// The best tier this CPU has.
+Tier BestTier();
+
+// The tier to run now: PACKFREE_CPU_TIER if set, else the best. Returns false and leaves `tier` alone if the variable
+// names no tier or one that this CPU lacks. Read at each call, so that a test can switch tiers within a process.
+bool SelectTier(Tier* tier);
+
+}  // namespace packfree

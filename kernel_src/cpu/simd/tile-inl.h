@@ -1,0 +1,184 @@
+// Small dense tiles in scratch memory: load, store, transpose, multiply. Included once per tier, after vec-inl.h.
+//
+// A tile is row-major in Acc. Its columns are padded: a row holds PadColumns<Acc>(columns) elements at least, and every
+// function here works on whole registers, so it may read and write the padding. LoadTile sets it to 0.
+
+// Columns rounded up to whole registers: the least leading dimension of a tile.
+template <class Acc>
+PACKFREE_INLINE int64_t PadColumns(int64_t columns) {
+  return (columns + kLanes<Acc> - 1) / kLanes<Acc> * kLanes<Acc>;
+}
+
+// tile[r, c] = source[r, c] * scale for r < rows, c < columns; padding columns up to PadColumns(columns) are 0.
+// `stride` is the distance of rows in elements; columns lie side by side.
+template <class Acc, class Elem>
+inline void LoadTile(int64_t rows, int64_t columns, const Elem* source, int64_t stride, Acc* tile, int64_t ld,
+                     Acc scale = Acc(1)) {
+  constexpr int L = kLanes<Acc>;
+  const Vec<Acc> factor = Set<Acc>(scale);
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t c = 0;
+    for (; c + L <= columns; c += L) Store(tile + r * ld + c, Load<Acc>(source + r * stride + c) * factor);
+    if (c < columns) {
+      Store(tile + r * ld + c, LoadN<Acc>(source + r * stride + c, static_cast<int>(columns - c)) * factor);
+    }
+  }
+}
+
+// target[r, c] = tile[r, c] * scale
+template <class Acc, class Elem>
+inline void StoreTile(int64_t rows, int64_t columns, const Acc* tile, int64_t ld, Elem* target, int64_t stride,
+                      Acc scale = Acc(1)) {
+  constexpr int L = kLanes<Acc>;
+  const Vec<Acc> factor = Set<Acc>(scale);
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t c = 0;
+    for (; c + L <= columns; c += L) Store(target + r * stride + c, Load<Acc>(tile + r * ld + c) * factor);
+    if (c < columns) {
+      StoreN(target + r * stride + c, Load<Acc>(tile + r * ld + c) * factor, static_cast<int>(columns - c));
+    }
+  }
+}
+
+// Sets rows x PadColumns(columns) elements to 0.
+template <class Acc>
+inline void ClearTile(int64_t rows, int64_t columns, Acc* tile, int64_t ld) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; c += kLanes<Acc>) Store(tile + r * ld + c, Zero<Acc>());
+  }
+}
+
+// Lane i of the two rows that one butterfly step of a transpose makes from rows a and b, kStep apart.
+template <int kStep, class V, int... I>
+PACKFREE_INLINE V ButterflyLow(V a, V b, std::integer_sequence<int, I...>) {
+  constexpr int L = sizeof...(I);
+  return __builtin_shufflevector(a, b, ((I & kStep) ? L + I - kStep : I)...);
+}
+template <int kStep, class V, int... I>
+PACKFREE_INLINE V ButterflyHigh(V a, V b, std::integer_sequence<int, I...>) {
+  constexpr int L = sizeof...(I);
+  return __builtin_shufflevector(a, b, ((I & kStep) ? L + I : I + kStep)...);
+}
+template <int kStep, class Acc>
+PACKFREE_INLINE void TransposeStep(Vec<Acc>* rows) {
+  constexpr int L = kLanes<Acc>;
+  for (int i = 0; i < L; ++i) {
+    if (i & kStep) continue;
+    const Vec<Acc> a = rows[i], b = rows[i + kStep];
+    rows[i] = ButterflyLow<kStep>(a, b, std::make_integer_sequence<int, L>());
+    rows[i + kStep] = ButterflyHigh<kStep>(a, b, std::make_integer_sequence<int, L>());
+  }
+}
+// Transposes kLanes rows of kLanes elements in registers.
+template <class Acc>
+PACKFREE_INLINE void TransposeRegisters(Vec<Acc>* rows) {
+  TransposeStep<1, Acc>(rows);
+  if constexpr (kLanes<Acc> > 2) TransposeStep<2, Acc>(rows);
+  if constexpr (kLanes<Acc> > 4) TransposeStep<4, Acc>(rows);
+  if constexpr (kLanes<Acc> > 8) TransposeStep<8, Acc>(rows);
+}
+
+// tile[c, r] = source[r, c] * scale for r < rows, c < columns: the transposed tile has `columns` rows of `rows`
+// elements, padded with 0 up to PadColumns(rows).
+template <class Acc, class Elem>
+inline void LoadTileTransposed(int64_t rows, int64_t columns, const Elem* source, int64_t stride, Acc* tile, int64_t ld,
+                               Acc scale = Acc(1)) {
+  constexpr int L = kLanes<Acc>;
+  const Vec<Acc> factor = Set<Acc>(scale);
+  for (int64_t r = 0; r < rows; r += L) {
+    const int present = rows - r < L ? static_cast<int>(rows - r) : L;
+    for (int64_t c = 0; c < columns; c += L) {
+      const int width = columns - c < L ? static_cast<int>(columns - c) : L;
+      Vec<Acc> block[L];
+      for (int i = 0; i < L; ++i) block[i] = Zero<Acc>();
+      for (int i = 0; i < present; ++i) {
+        const Elem* p = source + (r + i) * stride + c;
+        block[i] = (width == L ? Load<Acc>(p) : LoadN<Acc>(p, width)) * factor;
+      }
+      TransposeRegisters<Acc>(block);
+      for (int i = 0; i < width; ++i) Store(tile + (c + i) * ld + r, block[i]);
+    }
+  }
+}
+
+// How Multiply treats what the target holds.
+enum class Into { kOverwrite, kAdd, kSubtract };
+
+// Register tile of Multiply: kRows x kRegisters accumulators. 24 + 4 of 32 registers on AVX-512, 12 + 2 of 16 below.
+constexpr int kTileRows = 6;
+constexpr int kTileRegisters = PACKFREE_TIER >= 2 ? 4 : 2;
+
+// c[0:kRows, 0:kRegisters*L] (op)= a b. a(i, k) lies at a[i * row_a + k * col_a]. Every element sums over k in rising
+// order with one MulAdd a step, so its bits do not depend on which register tile it falls into.
+template <class Acc, Into kInto, int kRows, int kRegisters>
+inline __attribute__((noinline)) void MultiplyRegisters(int64_t depth, const Acc* a, int64_t row_a, int64_t col_a,
+                                                        const Acc* b, int64_t ldb, Acc* c, int64_t ldc) {
+  constexpr int L = kLanes<Acc>;
+  Vec<Acc> sum[kRows][kRegisters];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < kRegisters; ++j) {
+      sum[i][j] = kInto == Into::kOverwrite ? Zero<Acc>() : Load<Acc>(c + i * ldc + j * L);
+    }
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec<Acc> right[kRegisters];
+#pragma GCC unroll 8
+    for (int j = 0; j < kRegisters; ++j) right[j] = Load<Acc>(b + k * ldb + j * L);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const Acc value = a[i * row_a + k * col_a];
+      const Vec<Acc> left = Set<Acc>(kInto == Into::kSubtract ? -value : value);
+#pragma GCC unroll 8
+      for (int j = 0; j < kRegisters; ++j) sum[i][j] = MulAdd(left, right[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < kRegisters; ++j) Store(c + i * ldc + j * L, sum[i][j]);
+}
+
+template <class Acc, Into kInto, int kRegisters>
+inline void MultiplyColumns(int64_t rows, int64_t depth, const Acc* a, int64_t row_a, int64_t col_a, const Acc* b,
+                            int64_t ldb, Acc* c, int64_t ldc) {
+  int64_t i = 0;
+  for (; i + kTileRows <= rows; i += kTileRows) {
+    MultiplyRegisters<Acc, kInto, kTileRows, kRegisters>(depth, a + i * row_a, row_a, col_a, b, ldb, c + i * ldc, ldc);
+  }
+  const Acc* rest_a = a + i * row_a;
+  Acc* rest_c = c + i * ldc;
+  switch (rows - i) {
+    case 5:
+      return MultiplyRegisters<Acc, kInto, 5, kRegisters>(depth, rest_a, row_a, col_a, b, ldb, rest_c, ldc);
+    case 4:
+      return MultiplyRegisters<Acc, kInto, 4, kRegisters>(depth, rest_a, row_a, col_a, b, ldb, rest_c, ldc);
+    case 3:
+      return MultiplyRegisters<Acc, kInto, 3, kRegisters>(depth, rest_a, row_a, col_a, b, ldb, rest_c, ldc);
+    case 2:
+      return MultiplyRegisters<Acc, kInto, 2, kRegisters>(depth, rest_a, row_a, col_a, b, ldb, rest_c, ldc);
+    case 1:
+      return MultiplyRegisters<Acc, kInto, 1, kRegisters>(depth, rest_a, row_a, col_a, b, ldb, rest_c, ldc);
+    default:
+      return;
+  }
+}
+
+// c[rows, columns] = a b, or += or -=, for tiles a (any strides), b [depth, columns], c [rows, columns].
+// a(i, k) lies at a[i * row_a + k * col_a]: (lda, 1) reads a as it is, (1, lda) transposed.
+template <Into kInto, class Acc>
+inline void Multiply(int64_t rows, int64_t columns, int64_t depth, const Acc* a, int64_t row_a, int64_t col_a,
+                     const Acc* b, int64_t ldb, Acc* c, int64_t ldc) {
+  constexpr int L = kLanes<Acc>;
+  int64_t registers = (columns + L - 1) / L;
+  for (; registers >= kTileRegisters; registers -= kTileRegisters) {
+    MultiplyColumns<Acc, kInto, kTileRegisters>(rows, depth, a, row_a, col_a, b, ldb, c, ldc);
+    b += kTileRegisters * L;
+    c += kTileRegisters * L;
+  }
+  if constexpr (kTileRegisters > 2) {
+    if (registers == 3) return MultiplyColumns<Acc, kInto, 3>(rows, depth, a, row_a, col_a, b, ldb, c, ldc);
+    if (registers == 2) return MultiplyColumns<Acc, kInto, 2>(rows, depth, a, row_a, col_a, b, ldb, c, ldc);
+  }
+  if (registers == 1) MultiplyColumns<Acc, kInto, 1>(rows, depth, a, row_a, col_a, b, ldb, c, ldc);
+}

@@ -1,0 +1,1 @@
+// Every op family, one line each. The name X stands for bindings/X.cpp with define_X and implement_X_cpu.

@@ -1,0 +1,19 @@
+"""Padding-free (packed) training for every layer kind: the functions, their layers, and the hooks into transformers."""
+
+from ._ops import ops
+
+__all__ = [
+    "cpu_tier",
+]
+
+
+def cpu_tier() -> str:
+    """Name of the instruction-set tier that serves CPU calls: scalar, avx2, avx512 or avx512_bf16.
+
+    Raises:
+        RuntimeError: ``PACKFREE_CPU_TIER`` is set to something else, or to a tier that this CPU lacks.
+    """
+    tier = ops.cpu_tier()
+    if tier.startswith("error:"):
+        raise RuntimeError(tier[len("error:") :].strip())
+    return tier

@@ -1,0 +1,272 @@
+"""Where each packed sample ends: three spellings, one meaning.
+
+Every op takes its boundaries as ``cu_seqlens``, ``seq_idx`` or ``position_ids``; :func:`resolve_packing` turns any of
+them into one :class:`Packing`, the only form that the kernels know.
+
+Nothing here reads a value of a GPU tensor unless ``PACKFREE_DEBUG=1``, and nothing does while ``torch.compile`` traces:
+there the number of sequences is not known, so the ``cu_seqlens`` made from labels or positions has one entry per token
+plus one and ends in empty sequences. In eager mode on a CPU the same boundaries come out compact.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from ._checks import type_error, value_error
+
+Boundaries = Union[Tensor, Sequence[int]]
+
+_INTEGER_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Boundaries of N sequences that lie one after the other in a row of ``tokens`` tokens.
+
+    Attributes:
+        cu_seqlens: int32 ``[N + 1]`` on the tensors' device. Starts at 0, never decreases, ends at ``tokens`` or before.
+            Sequence ``n`` owns tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1``; equal neighbours are an empty
+            sequence; tokens after the last entry are padding.
+        tokens: length of the row. A batch ``[B, T]`` is read as one row of ``B * T`` tokens.
+        live: bool ``[B * T]`` or None. False marks padding that lies between sequences, which happens only where
+            ``seq_idx`` of several rows has negative labels; such a stretch is a sequence of its own in ``cu_seqlens``,
+            so that it touches nothing, and the op sets its outputs to 0.
+        states: int64 ``[N']`` or None. Where ``live`` is given, the entries of ``cu_seqlens`` that are real sequences.
+    """
+
+    cu_seqlens: Tensor
+    tokens: int
+    live: Optional[Tensor] = None
+    states: Optional[Tensor] = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences, empty ones and the padding stretches of ``live`` included."""
+        return self.cu_seqlens.shape[0] - 1
+
+
+def _reads_values(tensor: Tensor) -> bool:
+    """Whether boundary values may be looked at: free on a CPU, a sync on a GPU, impossible while tracing."""
+    if torch.compiler.is_compiling() or tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor):
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("PACKFREE_DEBUG") == "1"
+
+
+def check_cu_seqlens(
+    op: str, cu_seqlens: Boundaries, tokens: int, device: torch.device, argument: str = "cu_seqlens"
+) -> Tensor:
+    """Check explicit offsets and return them as int32 on ``device``.
+
+    Args:
+        op: name of the calling function, for the error text.
+        cu_seqlens: integer tensor ``[N + 1]`` or a sequence of ints.
+        tokens: number of tokens in the row.
+        device: where the tokens are.
+        argument: name under which the caller received the offsets.
+
+    Raises:
+        TypeError: not an integer tensor or a sequence of ints.
+        ValueError: wrong shape, or offsets that start above 0, decrease, or pass ``tokens``.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        if isinstance(cu_seqlens, (str, bytes)) or not all(
+            isinstance(value, int) and not isinstance(value, bool) for value in cu_seqlens
+        ):
+            raise type_error(op, argument, "be an integer tensor or a list of ints", repr(cu_seqlens))
+        cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int64)
+    if cu_seqlens.dtype not in _INTEGER_DTYPES:
+        raise type_error(op, argument, "be an int32 or int64 tensor", str(cu_seqlens.dtype).replace("torch.", ""))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise value_error(op, argument, "have shape [N + 1]", tuple(cu_seqlens.shape))
+    if _reads_values(cu_seqlens):
+        _check_offset_values(op, argument, cu_seqlens, tokens)
+    return cu_seqlens.to(device=device, dtype=torch.int32)
+
+
+def _check_offset_values(op: str, argument: str, cu_seqlens: Tensor, tokens: int) -> None:
+    first = int(cu_seqlens[0])
+    if first != 0:
+        raise value_error(op, argument, "start at 0", first)
+    steps = torch.diff(cu_seqlens)
+    if bool((steps < 0).any()):
+        index = int((steps < 0).nonzero()[0])
+        raise value_error(
+            op, argument, "never decrease", f"{int(cu_seqlens[index + 1])} after {int(cu_seqlens[index])} at index {index + 1}"
+        )
+    last = int(cu_seqlens[-1])
+    if last > tokens:
+        raise value_error(op, argument, f"end at the number of tokens ({tokens}) or before", last)
+
+
+def starts_from_position_ids(position_ids: Tensor) -> Tensor:
+    """Mark the first token of each sequence, bool ``[B, T]``, from one of the four layouts of positions.
+
+    ``[T]`` and ``[B, T]`` hold one position a token. ``[4, B, T]`` (text, temporal, height, width) is read by its first
+    row. In these a sequence starts where a position is not its predecessor plus one, so positions may start anywhere
+    (RoBERTa counts from 2) and one-token sequences are seen. ``[3, B, T]`` (temporal, height, width: multimodal rotary
+    positions without a text row) may stand still or jump inside a sample, so there a sequence starts only where the
+    temporal row falls.
+    """
+    if position_ids.dim() == 3:
+        only_falls = position_ids.shape[0] == 3
+        row = position_ids[0]
+    else:
+        only_falls = False
+        row = position_ids if position_ids.dim() == 2 else position_ids[None]
+    step = row[:, 1:] - row[:, :-1]
+    inner = step < 0 if only_falls else step != 1
+    return torch.cat([torch.ones_like(row[:, :1], dtype=torch.bool), inner], dim=-1)
+
+
+def _cu_seqlens_from_starts(starts: Tensor) -> Tensor:
+    """int32 offsets from the bool marks ``[B, T]`` of first tokens; compact where values may be read."""
+    flat = starts.reshape(-1)
+    tokens = flat.shape[0]
+    if _reads_values(flat):
+        offsets = flat.nonzero().squeeze(-1)
+        return torch.cat([offsets, offsets.new_full((1,), tokens)]).to(torch.int32)
+    # Static shape, no sync: sorting puts the starts first and leaves T (an empty sequence) in every other place.
+    index = torch.arange(tokens, device=flat.device, dtype=torch.int32)
+    offsets = torch.where(flat, index, tokens).sort().values
+    return torch.cat([offsets, offsets.new_full((1,), tokens)]).to(torch.int32)
+
+
+def cu_seqlens_from_position_ids(position_ids: Tensor) -> Tensor:
+    """int32 offsets of the sequences that ``position_ids`` count; see :func:`starts_from_position_ids`."""
+    return _cu_seqlens_from_starts(starts_from_position_ids(position_ids))
+
+
+def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Labels int32 ``[1, tokens]``: the sequence of each token, -1 for padding after the last offset."""
+    index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    labels = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
+    return torch.where(index < cu_seqlens[-1], labels, -1).to(torch.int32)[None]
+
+
+def _check_position_ids(op: str, position_ids: Tensor, batch: int, length: int) -> None:
+    if not isinstance(position_ids, Tensor) or position_ids.dtype not in _INTEGER_DTYPES:
+        got = str(position_ids.dtype).replace("torch.", "") if isinstance(position_ids, Tensor) else type(position_ids).__name__
+        raise type_error(op, "position_ids", "be an int32 or int64 tensor", got)
+    shape = tuple(position_ids.shape)
+    fits = shape == (batch, length) or (batch == 1 and shape == (length,))
+    fits = fits or (len(shape) == 3 and shape[0] in (3, 4) and shape[1:] == (batch, length))
+    if not fits:
+        raise value_error(
+            op, "position_ids", f"have shape [{length}], [{batch}, {length}], or 3 or 4 such rows", shape
+        )
+
+
+def _packing_from_seq_idx(op: str, seq_idx: Tensor, batch: int, length: int, device: torch.device) -> Packing:
+    if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in _INTEGER_DTYPES:
+        got = str(seq_idx.dtype).replace("torch.", "") if isinstance(seq_idx, Tensor) else repr(seq_idx)
+        raise type_error(op, "seq_idx", "be an int32 or int64 tensor", got)
+    if tuple(seq_idx.shape) != (batch, length):
+        raise value_error(op, "seq_idx", f"have shape [B, T] = {(batch, length)}", tuple(seq_idx.shape))
+    if seq_idx.device != device:
+        seq_idx = seq_idx.to(device)
+    readable = _reads_values(seq_idx)
+    tokens = batch * length
+    if readable and tokens:
+        _check_labels(op, seq_idx)
+    padding = seq_idx < 0
+    changes = seq_idx[:, 1:] != seq_idx[:, :-1]
+    # One stretch of padding is one stretch, whatever negative labels it carries.
+    changes = changes & ~(padding[:, 1:] & padding[:, :-1])
+    starts = torch.cat([torch.ones_like(padding[:, :1]), changes], dim=-1)
+    if batch == 1:
+        # Tail padding needs no sequence: the offsets stop where it begins.
+        live_tokens = (~padding).sum(dtype=torch.int32)
+        cu_seqlens = _cu_seqlens_from_starts(starts)
+        if readable:
+            cu_seqlens = cu_seqlens[cu_seqlens <= live_tokens] if tokens and bool(padding.any()) else cu_seqlens
+        else:
+            cu_seqlens = torch.minimum(cu_seqlens, live_tokens)
+        return Packing(cu_seqlens, tokens)
+    cu_seqlens = _cu_seqlens_from_starts(starts)
+    if readable and not bool(padding.any()):
+        return Packing(cu_seqlens, tokens)
+    live = ~padding.reshape(-1)
+    states = live[cu_seqlens[:-1].long()].nonzero().squeeze(-1) if readable else None
+    return Packing(cu_seqlens, tokens, live, states)
+
+
+def _check_labels(op: str, seq_idx: Tensor) -> None:
+    """Labels never decrease along a row, except from the last sequence into negative tail padding."""
+    falls = (seq_idx[:, 1:] < seq_idx[:, :-1]) & (seq_idx[:, 1:] >= 0)
+    rises_from_padding = (seq_idx[:, :-1] < 0) & (seq_idx[:, 1:] >= 0)
+    bad = falls | rises_from_padding
+    if bool(bad.any()):
+        row, index = (int(value) for value in bad.nonzero()[0])
+        raise value_error(
+            op,
+            "seq_idx",
+            "hold labels that never decrease along a row, negative ones only as tail padding (positions belong in position_ids)",
+            f"{int(seq_idx[row, index + 1])} after {int(seq_idx[row, index])} at row {row}, token {index + 1}",
+        )
+
+
+def _same_boundaries(left: Tensor, right: Tensor) -> bool:
+    """Whether two offset tensors cut the tokens alike; empty sequences make no difference."""
+    return torch.equal(torch.unique_consecutive(left), torch.unique_consecutive(right))
+
+
+def resolve_packing(
+    op: str,
+    batch: int,
+    length: int,
+    device: torch.device,
+    cu_seqlens: Optional[Boundaries] = None,
+    seq_idx: Optional[Tensor] = None,
+    position_ids: Optional[Tensor] = None,
+) -> Packing:
+    """Turn whatever boundaries a function was given into one :class:`Packing`.
+
+    Args:
+        op: name of the calling function, for the error text.
+        batch: rows B of the token tensor.
+        length: tokens T of a row.
+        device: where the tokens are; boundaries from elsewhere are moved there once.
+        cu_seqlens: offsets ``[N + 1]``, int32 or int64 (on a CPU also a list of ints). Only with ``batch == 1``.
+        seq_idx: labels ``[B, T]``, never decreasing along a row; negative labels are tail padding.
+        position_ids: ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; see :func:`starts_from_position_ids`.
+
+    Without boundaries each row is one sequence. ``cu_seqlens`` and ``seq_idx`` together must agree; both win over
+    ``position_ids``.
+
+    Raises:
+        TypeError: a boundary argument of the wrong type or dtype.
+        ValueError: a shape that does not fit, offsets or labels that are malformed, or explicit ones that disagree.
+    """
+    tokens = batch * length
+    packing: Optional[Packing] = None
+    if seq_idx is not None:
+        packing = _packing_from_seq_idx(op, seq_idx, batch, length, device)
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise value_error(op, "cu_seqlens", "come with a batch of one packed row", f"a batch of {batch} rows")
+        offsets = check_cu_seqlens(op, cu_seqlens, tokens, device)
+        if packing is not None and _reads_values(offsets) and not _same_boundaries(offsets, packing.cu_seqlens):
+            raise value_error(
+                op, "seq_idx", f"cut the row where cu_seqlens {_brief(offsets)} does", f"cuts at {_brief(packing.cu_seqlens)}"
+            )
+        packing = Packing(offsets, tokens)
+    if packing is not None:
+        return packing
+    if position_ids is not None:
+        _check_position_ids(op, position_ids, batch, length)
+        return Packing(cu_seqlens_from_position_ids(position_ids.to(device)), tokens)
+    return Packing(torch.arange(batch + 1, device=device, dtype=torch.int32) * length, tokens)
+
+
+def _brief(offsets: Tensor, most: int = 8) -> str:
+    values: List[int] = offsets.tolist()
+    return str(values) if len(values) <= most else f"[{', '.join(map(str, values[:most]))}, ... {len(values)} offsets]"
+
+
+def sequence_bounds(cu_seqlens: Tensor) -> List[Tuple[int, int]]:
+    """``(bos, eos)`` of each sequence as Python ints; reads the values, so for references and tests only."""
+    offsets = cu_seqlens.tolist()
+    return list(zip(offsets[:-1], offsets[1:]))

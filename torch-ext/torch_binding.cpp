@@ -1,0 +1,37 @@
+#include "torch_binding.h"
+
+#include <string>
+
+#include "cpu/simd/tier.h"
+#include "registration.h"
+
+namespace {
+
+// Name of the CPU tier that would serve a call now, or an error text that starts with "error:".
+std::string cpu_tier() {
+  packfree::Tier tier = packfree::Tier::kScalar;
+  if (packfree::SelectTier(&tier)) return packfree::TierName(tier);
+  return std::string("error: PACKFREE_CPU_TIER names no tier of this CPU, whose best is ") +
+         packfree::TierName(packfree::BestTier());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+  ops.def("cpu_tier() -> str");
+#define PACKFREE_OP(name) packfree::define_##name(ops);
+#include "op_list.h"
+#undef PACKFREE_OP
+}
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, ops) {
+  ops.impl("cpu_tier", TORCH_BOX(&cpu_tier));
+}
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+#define PACKFREE_OP(name) packfree::implement_##name##_cpu(ops);
+#include "op_list.h"
+#undef PACKFREE_OP
+}
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

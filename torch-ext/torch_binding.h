@@ -1,0 +1,16 @@
+// Declarations of what bindings/<op>.cpp registers, made from op_list.h.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+namespace packfree {
+
+using OpLibrary = torch::stable::detail::StableLibrary;
+
+#define PACKFREE_OP(name)                \
+  void define_##name(OpLibrary& ops);    \
+  void implement_##name##_cpu(OpLibrary& ops);
+#include "op_list.h"
+#undef PACKFREE_OP
+
+}  // namespace packfree
