@@ -48,7 +48,7 @@ def main() -> None:
     if before == after:
         return
     if arguments.check:
-        sys.exit("sync_build: the src lists of build.toml are out of step with the tree; run: python tools/sync_build.py")
+        sys.exit("sync_build: build.toml's src lists are out of step with the tree; run: python tools/sync_build.py")
     path.write_text(after)
     print("sync_build: build.toml updated")
 

@@ -29,6 +29,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+  (void)ops;
 #define PACKFREE_OP(name) packfree::implement_##name##_cpu(ops);
 #include "op_list.h"
 #undef PACKFREE_OP

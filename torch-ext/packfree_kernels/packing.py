@@ -27,8 +27,8 @@ class Packing:
     """Boundaries of N sequences that lie one after the other in a row of ``tokens`` tokens.
 
     Attributes:
-        cu_seqlens: int32 ``[N + 1]`` on the tensors' device. Starts at 0, never decreases, ends at ``tokens`` or before.
-            Sequence ``n`` owns tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1``; equal neighbours are an empty
+        cu_seqlens: int32 ``[N + 1]`` on the tensors' device. Starts at 0, never decreases, ends at ``tokens`` or
+            before. Sequence ``n`` owns tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1``; equal neighbours are an empty
             sequence; tokens after the last entry are padding.
         tokens: length of the row. A batch ``[B, T]`` is read as one row of ``B * T`` tokens.
         live: bool ``[B * T]`` or None. False marks padding that lies between sequences, which happens only where
@@ -46,6 +46,10 @@ class Packing:
     def num_sequences(self) -> int:
         """Number of sequences, empty ones and the padding stretches of ``live`` included."""
         return self.cu_seqlens.shape[0] - 1
+
+
+def _type_of(value: object) -> str:
+    return str(value.dtype).replace("torch.", "") if isinstance(value, Tensor) else repr(value)
 
 
 def _reads_values(tensor: Tensor) -> bool:
@@ -93,9 +97,8 @@ def _check_offset_values(op: str, argument: str, cu_seqlens: Tensor, tokens: int
     steps = torch.diff(cu_seqlens)
     if bool((steps < 0).any()):
         index = int((steps < 0).nonzero()[0])
-        raise value_error(
-            op, argument, "never decrease", f"{int(cu_seqlens[index + 1])} after {int(cu_seqlens[index])} at index {index + 1}"
-        )
+        left, right = int(cu_seqlens[index]), int(cu_seqlens[index + 1])
+        raise value_error(op, argument, "never decrease", f"{right} after {left} at index {index + 1}")
     last = int(cu_seqlens[-1])
     if last > tokens:
         raise value_error(op, argument, f"end at the number of tokens ({tokens}) or before", last)
@@ -148,8 +151,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def _check_position_ids(op: str, position_ids: Tensor, batch: int, length: int) -> None:
     if not isinstance(position_ids, Tensor) or position_ids.dtype not in _INTEGER_DTYPES:
-        got = str(position_ids.dtype).replace("torch.", "") if isinstance(position_ids, Tensor) else type(position_ids).__name__
-        raise type_error(op, "position_ids", "be an int32 or int64 tensor", got)
+        raise type_error(op, "position_ids", "be an int32 or int64 tensor", _type_of(position_ids))
     shape = tuple(position_ids.shape)
     fits = shape == (batch, length) or (batch == 1 and shape == (length,))
     fits = fits or (len(shape) == 3 and shape[0] in (3, 4) and shape[1:] == (batch, length))
@@ -161,8 +163,7 @@ def _check_position_ids(op: str, position_ids: Tensor, batch: int, length: int) 
 
 def _packing_from_seq_idx(op: str, seq_idx: Tensor, batch: int, length: int, device: torch.device) -> Packing:
     if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in _INTEGER_DTYPES:
-        got = str(seq_idx.dtype).replace("torch.", "") if isinstance(seq_idx, Tensor) else repr(seq_idx)
-        raise type_error(op, "seq_idx", "be an int32 or int64 tensor", got)
+        raise type_error(op, "seq_idx", "be an int32 or int64 tensor", _type_of(seq_idx))
     if tuple(seq_idx.shape) != (batch, length):
         raise value_error(op, "seq_idx", f"have shape [B, T] = {(batch, length)}", tuple(seq_idx.shape))
     if seq_idx.device != device:
@@ -203,7 +204,7 @@ def _check_labels(op: str, seq_idx: Tensor) -> None:
         raise value_error(
             op,
             "seq_idx",
-            "hold labels that never decrease along a row, negative ones only as tail padding (positions belong in position_ids)",
+            "hold labels that never decrease along a row, negative ones only as tail padding (positions: position_ids)",
             f"{int(seq_idx[row, index + 1])} after {int(seq_idx[row, index])} at row {row}, token {index + 1}",
         )
 
@@ -250,7 +251,7 @@ def resolve_packing(
         offsets = check_cu_seqlens(op, cu_seqlens, tokens, device)
         if packing is not None and _reads_values(offsets) and not _same_boundaries(offsets, packing.cu_seqlens):
             raise value_error(
-                op, "seq_idx", f"cut the row where cu_seqlens {_brief(offsets)} does", f"cuts at {_brief(packing.cu_seqlens)}"
+                op, "seq_idx", f"cut the row where cu_seqlens does, at {_brief(offsets)}", _brief(packing.cu_seqlens)
             )
         packing = Packing(offsets, tokens)
     if packing is not None:
