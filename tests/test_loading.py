@@ -1,0 +1,390 @@
+"""Publishing to a Hub and loading from it, from a folder, offline, and twice in one process.
+
+A loopback Hub stands in for the real one. What reads its settings at import (``HF_ENDPOINT``, ``HF_HOME``, ...) runs in
+a process of its own with a Hugging Face home of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Dict
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+REPO_ID = "org/packfree-kernels"
+TOKENS = {"hf_writer": "write", "hf_reader": "read"}
+UNREACHABLE = "http://127.0.0.1:9"
+
+# What every child process starts with: a call whose result shows that the compiled op ran and kept samples apart.
+PREAMBLE = """
+import json, os, sys
+import torch
+from kernels import get_kernel, get_local_kernel
+torch.set_num_threads(1)
+
+def error_of(function, *arguments, **keywords):
+    try:
+        function(*arguments, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+def works(kernel):
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 8, 11), torch.randn(8, 4)
+    y = kernel.causal_conv1d_fn(x, weight, cu_seqlens=torch.tensor([0, 3, 11]))
+    alone = [
+        torch.nn.functional.conv1d(torch.nn.functional.pad(x[..., a:b], (3, 0)), weight[:, None], groups=8)
+        for a, b in ((0, 3), (3, 11))
+    ]
+    return bool((y - torch.cat(alone, -1)).abs().max() < 1e-5)
+
+def where(kernel):
+    return os.path.dirname(kernel.__file__)
+"""
+
+# Adds a tiny saved model and what loads it by the one string and compares a pack with its samples alone.
+MODEL_PREAMBLE = (
+    PREAMBLE
+    + """
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+def save_model(folder):
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16,
+        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+    )
+    Qwen3_5ForCausalLM(config).save_pretrained(folder)
+
+def load(folder, name, **keywords):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, **keywords).eval()
+
+def largest_difference(folder, name, **keywords):
+    model = load(folder, name, **keywords)
+    tokens = torch.arange(12)[None] * 5 % 64
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    with torch.no_grad():
+        packed = model(input_ids=tokens, position_ids=positions).logits
+        alone = [model(input_ids=part).logits for part in (tokens[:, :5], tokens[:, 5:])]
+    return float((packed - torch.cat(alone, 1)).abs().max())
+"""
+)
+
+
+def run(code: str, home: Path, endpoint: str = UNREACHABLE, preamble: str = PREAMBLE, **environment: str) -> Any:
+    """Run ``code`` in a fresh process and return what it printed last, read as JSON."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PACKFREE_"))}
+    for name in ("LOCAL_KERNELS", "KERNELS_CACHE"):
+        clean.pop(name, None)
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", preamble + code],
+        env={**clean, **settings, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"child process failed\n{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def load_tool(name: str) -> ModuleType:
+    """The module tools/``name``.py, by its path: ``build`` is also the name of a folder here."""
+    module_name = f"packfree_tool_{name}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, ROOT / "tools" / f"{name}.py")
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return sys.modules[module_name]
+
+
+@pytest.fixture(scope="module")
+def tools() -> Dict[str, ModuleType]:
+    """Modules of tools/, loaded in a fixture so that collecting this file needs nothing but pytest."""
+    return {"build": load_tool("build"), "hub": load_tool("loopback_hub"), "publish": load_tool("publish")}
+
+
+@pytest.fixture(scope="module")
+def variant() -> Path:
+    """The built CPU variant."""
+    found = sorted(BUILD.glob("torch-stable-abi*-cpu-*/metadata.json"))
+    assert found, "no CPU variant in build/: run `make build` first"
+    return found[0].parent
+
+
+def publish_to(tools: Dict[str, Any], endpoint: str, build: Path, token: str = "hf_writer"):
+    """Publish ``build`` under this project's build.toml; returns the plan and the ids of the commits made."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint, token=token)
+    plan = tools["publish"].make_plan(api, tools["publish"].Project.read(ROOT), build)
+    return plan, tools["publish"].apply_plan(api, plan)
+
+
+def copy_with_extra_file(variant: Path, folder: Path) -> Path:
+    """A build folder whose variant has one more file and a digest to match: what a next build would be."""
+    from kernels._rust import Digest, DigestAlgorithm
+
+    copy = folder / variant.name
+    shutil.copytree(variant, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "added_later.py").write_text("")
+    metadata = json.loads((copy / "metadata.json").read_text())
+    metadata["digest"]["files"] = dict(Digest.hash_variant(DigestAlgorithm.SHA256, copy).files)
+    (copy / "metadata.json").write_text(json.dumps(metadata))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hub(tools, variant, tmp_path_factory):
+    """A Hub of a trusted publisher whose v1 was published twice: with one file more first, then as built."""
+    folder = tmp_path_factory.mktemp("hub")
+    with tools["hub"].LoopbackHub(folder / "server", tokens=TOKENS) as server:
+        publish_to(tools, server.endpoint, copy_with_extra_file(variant, folder / "earlier"))
+        publish_to(tools, server.endpoint, BUILD)
+        yield server
+
+
+# Publishing
+
+
+def remote_files(server, branch: str) -> Dict[str, str]:
+    repository = server.store.get(REPO_ID)
+    return repository.resolve(branch).files
+
+
+def test_publish_puts_the_variant_and_the_card(hub, tools, variant):
+    built = {
+        f"build/{variant.name}/{path.relative_to(variant).as_posix()}": tools["hub"].blob_id(path.read_bytes())
+        for path in variant.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    published = remote_files(hub, "v1")
+    assert {path: blob for path, blob in published.items() if path.startswith(f"build/{variant.name}/")} == built
+    assert {path.split("/")[-1] for path in published if path.startswith("benchmarks/")} == {
+        path.name for path in (ROOT / "benchmarks").glob("benchmark*.py")
+    }
+    card = hub.store.blob_path(remote_files(hub, "main")["README.md"]).read_text()
+    assert card.startswith("---\nlibrary_name: kernels\nlicense: apache-2.0\n")
+    assert REPO_ID in card and "{{" not in card and "{%" not in card
+
+
+def test_publish_again_removes_stale_files_and_then_commits_nothing(hub, tools):
+    first = hub.history(REPO_ID, "v1")
+    assert "added_later.py" in str(hub.store.get(REPO_ID).commits[first[-2]].files)
+    assert "added_later.py" not in str(remote_files(hub, "v1"))
+    plan, commits = publish_to(tools, hub.endpoint, BUILD)
+    assert plan.is_empty and commits == []
+    assert hub.history(REPO_ID, "v1") == first
+
+
+@pytest.mark.parametrize(("token", "expected"), [("hf_unknown", "401"), ("hf_reader", "403")])
+def test_publish_with_a_refused_token_is_one_line(tools, tmp_path, token, expected):
+    with tools["hub"].LoopbackHub(tmp_path / "server", tokens=TOKENS) as server:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": server.endpoint,
+            "HF_TOKEN": token,
+            "HF_HOME": str(tmp_path / "home"),
+        }
+        command = [sys.executable, str(ROOT / "tools" / "publish.py"), "--yes"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        assert expected in done.stderr and len(done.stderr.strip().splitlines()) == 1
+        assert server.history(REPO_ID, "main") == []
+
+
+def test_publish_is_a_dry_run_by_default(tools, variant, tmp_path):
+    with tools["hub"].LoopbackHub(tmp_path / "server") as server:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": server.endpoint,
+            "HF_TOKEN": "any",
+            "HF_HOME": str(tmp_path / "home"),
+        }
+        command = [sys.executable, str(ROOT / "tools" / "publish.py"), "--files"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert {method for method, _, _ in server.requests} <= {"GET", "HEAD"}
+    files = [path for path in variant.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for path in files:
+        assert f"build/{variant.name}/{path.relative_to(variant).as_posix()}" in done.stdout
+    assert "README.md" in done.stdout and "dry run" in done.stdout
+
+
+def test_publish_refuses_a_build_that_was_touched(tools, variant, tmp_path):
+    build = copy_with_extra_file(variant, tmp_path / "build")
+    (build / variant.name / "__init__.py").write_text("")
+    with tools["hub"].LoopbackHub(tmp_path / "server") as server:
+        with pytest.raises(tools["publish"].PublishError, match="digest"):
+            publish_to(tools, server.endpoint, build)
+
+
+# Loading
+
+
+def test_loads_by_version_branch_and_earlier_commit(hub, variant, tmp_path):
+    earlier, latest = hub.history(REPO_ID, "v1")[-2:]
+    code = f"""
+result = {{}}
+choices = dict(version=dict(version=1), branch=dict(revision="v1"), earlier=dict(revision="{earlier}"))
+for key, choice in choices.items():
+    kernel = get_kernel("{REPO_ID}", **choice)
+    result[key] = [works(kernel), where(kernel), sorted(os.listdir(where(kernel)))]
+print(json.dumps(result))
+"""
+    loaded = run(code, tmp_path, hub.endpoint)
+    for key, commit in (("version", latest), ("branch", latest), ("earlier", earlier)):
+        right, folder, files = loaded[key]
+        assert right, key
+        assert folder.startswith(str(tmp_path)) and folder.endswith(f"{commit}/build/{variant.name}")
+        assert ("added_later.py" in files) == (key == "earlier")
+
+    # What was loaded by branch also loads offline, by version too.
+    code = f"""
+print(json.dumps([works(get_kernel("{REPO_ID}", **choice)) for choice in (dict(version=1), dict(revision="v1"))]))
+"""
+    assert run(code, tmp_path, HF_HUB_OFFLINE="1") == [True, True]
+
+
+def test_loads_from_folders_and_fetches_nothing(hub, variant, tmp_path):
+    seen = len(hub.requests)
+    code = f"""
+from pathlib import Path
+result = [works(get_local_kernel(Path(folder))) for folder in ("{ROOT}", "{BUILD}", "{variant}")]
+for folder in ("{ROOT}", "{BUILD}", "{variant}"):
+    os.environ["LOCAL_KERNELS"] = "{REPO_ID}=" + folder
+    result.append(works(get_kernel("{REPO_ID}", version=1)))
+print(json.dumps(result + ["transformers" in sys.modules]))
+"""
+    result = run(code, tmp_path / "home", hub.endpoint)
+    assert result[:-1] == [True] * 6
+    assert result[-1] is False, "loading the functions must not import transformers"
+    assert hub.requests[seen:] == []
+    assert not (tmp_path / "home").exists()
+
+
+def test_one_string_by_name_and_by_revision(hub, tmp_path):
+    earlier = hub.history(REPO_ID, "v1")[-2]
+    code = f"""
+save_model("{tmp_path}/model")
+names = ["{REPO_ID}", "{REPO_ID}@v1", "{REPO_ID}@{earlier}"]
+print(json.dumps([largest_difference("{tmp_path}/model", name, allow_all_kernels=True) for name in names]))
+"""
+    differences = run(code, tmp_path / "home", hub.endpoint, MODEL_PREAMBLE)
+    assert len(differences) == 3 and max(differences) < 1e-4
+
+
+def test_untrusted_publisher_needs_the_switch(tools, tmp_path):
+    with tools["hub"].LoopbackHub(tmp_path / "server", trusted=False) as server:
+        publish_to(tools, server.endpoint, BUILD)
+        code = f"""
+save_model("{tmp_path}/model")
+refusals = [
+    error_of(get_kernel, "{REPO_ID}", version=1),
+    error_of(load, "{tmp_path}/model", "{REPO_ID}"),
+]
+works_now = [
+    works(get_kernel("{REPO_ID}", version=1, trust_remote_code=True)),
+    works(get_kernel("{REPO_ID}", version=1, trust_remote_code=["{REPO_ID}"])),
+    largest_difference("{tmp_path}/model", "{REPO_ID}", allow_all_kernels=True) < 1e-4,
+]
+print(json.dumps([refusals, works_now]))
+"""
+        refusals, works_now = run(code, tmp_path / "home", server.endpoint, MODEL_PREAMBLE)
+    for refusal in refusals:
+        assert refusal.startswith("ValueError") and "trust_remote_code=True" in refusal
+    assert works_now == [True, True, True]
+
+
+def test_c52_local_kernels_load_without_a_network(variant, tmp_path):
+    code = f"""
+save_model("{tmp_path}/model")
+print(json.dumps([
+    largest_difference("{tmp_path}/model", "{REPO_ID}", allow_all_kernels=True),
+    largest_difference("{tmp_path}/model", "{REPO_ID}"),
+]))
+"""
+    settings = {"HF_HUB_OFFLINE": "1", "LOCAL_KERNELS": f"{REPO_ID}={ROOT}"}
+    assert max(run(code, tmp_path / "home", preamble=MODEL_PREAMBLE, **settings)) < 1e-4
+
+
+TIER_CODE = """
+from pathlib import Path
+kernel = get_local_kernel(Path("{variant}"), backend="cpu")
+torch.manual_seed(1)
+cu = torch.tensor([0, 5, 40], dtype=torch.int32)
+q, k, v = (torch.randn(40, 2, 32) for _ in range(3))
+x, w = torch.randn(1, 24, 40), torch.randn(24, 4)
+g, beta = -torch.rand(1, 40, 2), torch.rand(1, 40, 2)
+results = [
+    kernel.flash_attn_varlen_func(q, k, v, cu, cu, causal=True),
+    kernel.causal_conv1d_fn(x, w, activation="silu", cu_seqlens=cu),
+    kernel.chunk_gated_delta_rule(q[None], k[None], v[None], g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu)[0],
+]
+torch.save(results, "{file}")
+print(json.dumps(kernel.cpu_tier()))
+"""
+
+
+def test_c50_lowest_tier_agrees_with_the_best(variant, tmp_path):
+    import torch
+
+    tiers, results = [], []
+    for name, setting in (("best", {}), ("scalar", {"PACKFREE_CPU_TIER": "scalar"})):
+        file = tmp_path / f"{name}.pt"
+        tiers.append(run(TIER_CODE.format(variant=variant, file=file), tmp_path / "home", **setting))
+        results.append(torch.load(file))
+    assert tiers[1] == "scalar"
+    for best, scalar in zip(*results):
+        assert (best - scalar).abs().max() <= 1e-6 * max(1.0, float(scalar.abs().max()))
+
+
+def test_c50_an_unknown_tier_is_a_catchable_error(variant, tmp_path):
+    code = f"""
+from pathlib import Path
+kernel = get_local_kernel(Path("{variant}"))
+print(json.dumps([error_of(kernel.cpu_tier), error_of(works, kernel)]))
+"""
+    for refusal in run(code, tmp_path, PACKFREE_CPU_TIER="sse9"):
+        assert "PACKFREE_CPU_TIER" in refusal and "sse9" in refusal
+
+
+def test_c53_two_builds_live_in_one_process(tools, variant, tmp_path):
+    """A second build of the same sources under another ops id, beside stubs of the packages of the same functions."""
+    build = tools["build"]
+    config = build.load_build_toml()
+    second = build.variant_of(config, salt="second build of a test")
+    # In the work folder of the first build only the file that holds the id is compiled again.
+    work = BUILD / "_work" / "cpu"
+    work.mkdir(parents=True, exist_ok=True)
+    shared_object = build.compile_shared_object(config, second, work, "")
+    build.assemble(config, second, shared_object, tmp_path / "second" / second.folder)
+    shared_object.unlink()
+    code = f"""
+import types
+from pathlib import Path
+before = types.ModuleType("causal_conv1d")
+sys.modules["causal_conv1d"] = before
+first = get_local_kernel(Path("{variant}"))
+for name in ("flash_attn", "mamba_ssm", "fla"):
+    sys.modules[name] = types.ModuleType(name)
+second = get_local_kernel(Path("{tmp_path}/second"))
+again = get_local_kernel(Path("{variant}"))
+names = [kernel.cpu_tier.__globals__["ops"].__name__ for kernel in (first, second)]
+print(json.dumps([[works(kernel) for kernel in (first, second, again)], names, again is first]))
+"""
+    right, names, same = run(code, tmp_path / "home")
+    assert right == [True, True, True]
+    assert len(set(names)) == 2, names
+    assert same
