@@ -1,1 +1,2 @@
 // Every op family, one line each. The name X stands for bindings/X.cpp with define_X and implement_X_cpu.
+PACKFREE_OP(causal_conv1d)

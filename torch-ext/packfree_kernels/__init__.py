@@ -1,8 +1,11 @@
 """Padding-free (packed) training for every layer kind: the functions, their layers, and the hooks into transformers."""
 
 from ._ops import ops
+from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 
 __all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "cpu_tier",
 ]
 

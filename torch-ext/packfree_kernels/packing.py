@@ -28,8 +28,8 @@ class Packing:
 
     Attributes:
         cu_seqlens: int32 ``[N + 1]`` on the tensors' device. Starts at 0, never decreases, ends at ``tokens`` or
-            before. Sequence ``n`` owns tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1``; equal neighbours are an empty
-            sequence; tokens after the last entry are padding.
+            before. Sequence ``n`` owns tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1``; equal neighbours are an
+            empty sequence; tokens after the last entry are padding.
         tokens: length of the row. A batch ``[B, T]`` is read as one row of ``B * T`` tokens.
         live: bool ``[B * T]`` or None. False marks padding that lies between sequences, which happens only where
             ``seq_idx`` of several rows has negative labels; such a stretch is a sequence of its own in ``cu_seqlens``,
@@ -46,6 +46,32 @@ class Packing:
     def num_sequences(self) -> int:
         """Number of sequences, empty ones and the padding stretches of ``live`` included."""
         return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_states(self) -> int:
+        """Number of states a caller gives or gets: one for each real sequence."""
+        return self.num_sequences if self.states is None else self.states.shape[0]
+
+    def spread_states(self, states: Tensor) -> Tensor:
+        """The caller's states ``[N', ...]`` as the kernels want them, ``[N, ...]``: padding stretches get zeros."""
+        if self.states is None:
+            return states
+        return states.new_zeros(self.num_sequences, *states.shape[1:]).index_copy(0, self.states, states)
+
+    def gather_states(self, states: Tensor) -> Tensor:
+        """The inverse of :meth:`spread_states`: the states of the real sequences."""
+        return states if self.states is None else states[self.states]
+
+    def mask_padding(self, output: Tensor, time_dim: int) -> Tensor:
+        """``output`` ``[B, ..., T, ...]`` with 0 on padding between sequences; T is axis ``time_dim``.
+
+        Padding at the end needs no help: the kernels write 0 there.
+        """
+        if self.live is None:
+            return output
+        shape = [1] * output.dim()
+        shape[0], shape[time_dim] = output.shape[0], output.shape[time_dim]
+        return torch.where(self.live.view(shape), output, 0)
 
 
 def _type_of(value: object) -> str:

@@ -193,7 +193,7 @@ PACKFREE_INLINE Vec<float> WidenFp16(HalfVec half) {
 }
 PACKFREE_INLINE HalfVec NarrowFp16(Vec<float> v) {
 #if PACKFREE_TIER >= 2
-  return (HalfVec)_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (HalfVec)_mm512_maskz_cvtps_ph((__mmask16)0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif PACKFREE_TIER == 1
   return (HalfVec)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -266,5 +266,19 @@ PACKFREE_INLINE void StoreN(Elem* p, V v, int n) {
   Store(buffer, v);
   for (int i = 0; i < L; ++i) {
     if (i < n) p[i] = buffer[i];
+  }
+}
+
+// Load and Store of n <= kLanes<Acc> lanes where n is nearly always the whole register.
+template <class Acc, class Elem>
+PACKFREE_INLINE Vec<Acc> LoadUpTo(const Elem* p, int n) {
+  return n == kLanes<Acc> ? Load<Acc>(p) : LoadN<Acc>(p, n);
+}
+template <class Elem, class V>
+PACKFREE_INLINE void StoreUpTo(Elem* p, V v, int n) {
+  if (n == static_cast<int>(sizeof(V) / sizeof(v[0]))) {
+    Store(p, v);
+  } else {
+    StoreN(p, v, n);
   }
 }

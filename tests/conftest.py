@@ -1,0 +1,48 @@
+"""Loads the kernel once, as users do, from build/; fills unwritten outputs with NaN in every test."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPO_ID = "org/packfree-kernels"
+
+os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={ROOT / 'build'}"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PACKFREE_DEBUG"] = "1"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.harness.kernel import available_tiers, load_kernel  # noqa: E402
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "kernels_ci: a short representative set that needs nothing but the build")
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    """The package, loaded through ``kernels.get_kernel``."""
+    return load_kernel()
+
+
+@pytest.fixture(params=available_tiers())
+def tier(request, kernel, monkeypatch):
+    """Each instruction-set tier that this CPU has, selected for the test."""
+    monkeypatch.setenv("PACKFREE_CPU_TIER", request.param)
+    assert kernel.cpu_tier() == request.param
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    from tests.harness.tolerance import USES, usage_table
+
+    if USES:
+        terminalreporter.section("largest share of the error budget, by tensor")
+        terminalreporter.write_line(usage_table())

@@ -1,0 +1,26 @@
+"""The kernel under test, and the tiers this machine can run it in."""
+
+import functools
+from types import ModuleType
+from typing import List
+
+TIERS = ["scalar", "avx2", "avx512", "avx512_bf16"]
+
+
+@functools.lru_cache(maxsize=None)
+def load_kernel() -> ModuleType:
+    from kernels import get_kernel
+
+    return get_kernel("org/packfree-kernels", version=1)
+
+
+@functools.lru_cache(maxsize=None)
+def available_tiers() -> List[str]:
+    """From the slowest to the best one of this CPU."""
+    import os
+
+    forced = os.environ.pop("PACKFREE_CPU_TIER", None)
+    best = load_kernel().cpu_tier()
+    if forced is not None:
+        os.environ["PACKFREE_CPU_TIER"] = forced
+    return TIERS[: TIERS.index(best) + 1]
