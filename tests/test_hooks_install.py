@@ -1,0 +1,309 @@
+"""Putting the hooks in place, taking them out, and what they refuse."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import transformers.modeling_flash_attention_utils as flash_utils
+import transformers.modeling_utils as modeling_utils
+from transformers import AutoModelForCausalLM
+from transformers.integrations.hub_kernels import allow_all_hub_kernels
+from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.llama import modeling_llama
+
+from tests.tiny_models import MODELS, NAME, alone, assert_logits_equal, build, config, load, pack, redraw
+
+
+@pytest.fixture(autouse=True)
+def hooks_in_place(kernel):
+    """Tests that take the hooks off put them back; none may leave them off."""
+    assert kernel.hooks_status().installed
+    yield
+    assert kernel.hooks_status().installed
+
+
+def snapshot():
+    """Every object that the hooks may replace."""
+    base = modeling_utils.PreTrainedModel
+    return {
+        "base __init__": base.__init__,
+        "base post_init": base.post_init,
+        "base checkpointing": base._set_gradient_checkpointing,
+        "llama forward": modeling_llama.LlamaModel.forward,
+        "lfm2 forward": modeling_lfm2.Lfm2ForCausalLM.forward,
+        "lfm2 convolution": modeling_lfm2.causal_conv1d_fn,
+        "cast": flash_utils.fa_peft_integration_check,
+        "attention": modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME],
+    }
+
+
+def test_removing_restores_every_object(kernel):
+    model = load("lfm2").eval()
+    model.gradient_checkpointing_enable()
+    hooked = snapshot()
+    expected = torch.cat([build("lfm2", "eager").eval()(**sample).logits[0] for sample in alone()])
+    kernel.remove_hooks()
+    try:
+        stock = snapshot()
+        for name in hooked:
+            assert stock[name] is not hooked[name], name
+            assert not hasattr(stock[name], "packfree_stock") and not hasattr(stock[name], "packfree_forward"), name
+        assert type(stock["lfm2 convolution"]).kernel_layer_name == "causal_conv1d_fn"
+        assert not any("packfree" in name for name in vars(modeling_utils.PreTrainedModel))
+        layer = model.model.layers[0]
+        assert "packfree" not in type(layer._gradient_checkpointing_func).__module__
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            model(**pack(setting="seq_idx"))
+        status = kernel.remove_hooks()
+        assert not status.installed and "not installed" in str(status)
+    finally:
+        kernel.install_hooks()
+    assert modeling_lfm2.causal_conv1d_fn.packfree_stock is stock["lfm2 convolution"]
+    with torch.no_grad():
+        assert_logits_equal(model(**pack(setting="seq_idx")).logits[0], expected)
+
+
+def test_installing_twice_changes_nothing(kernel):
+    load("lfm2")
+    before = snapshot()
+    assert kernel.install_hooks().installed
+    load("lfm2")
+    after = snapshot()
+    assert all(before[name] is after[name] for name in before)
+
+
+def test_a_wrapper_on_top_survives_removal(kernel, monkeypatch):
+    """Someone else's patch over ours stays and reaches the stock forward through ours."""
+    load("lfm2")
+    ours = modeling_lfm2.Lfm2ForCausalLM.forward
+    calls = []
+
+    def outer(self, *args, **kwargs):
+        calls.append(1)
+        return ours(self, *args, **kwargs)
+
+    model = build("lfm2", "eager").eval()
+    monkeypatch.setattr(modeling_lfm2.Lfm2ForCausalLM, "forward", outer)
+    kernel.remove_hooks()
+    try:
+        assert modeling_lfm2.Lfm2ForCausalLM.forward is outer
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            model(**pack(setting="seq_idx"))
+        assert calls
+    finally:
+        monkeypatch.undo()
+        modeling_lfm2.Lfm2ForCausalLM.forward = ours.__wrapped__
+        kernel.install_hooks()
+
+
+def test_a_second_build_does_not_stack(kernel, tmp_path):
+    """Another build in the same process leaves the hooks to the first, and gets them once they are free."""
+    package = tmp_path / "other_packfree_build"
+    package.mkdir()
+    source = Path(kernel.__file__).parent
+    shutil.copytree(source / "hooks", package / "hooks")
+    for name in ("packing.py", "_checks.py"):
+        shutil.copy(source / name, package / name)
+    (package / "__init__.py").write_text(
+        "def causal_conv1d_fn(*args, **kwargs): raise AssertionError\nchunk_gated_delta_rule = causal_conv1d_fn\n"
+    )
+    spec = importlib.util.spec_from_file_location("other_packfree_build", package / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["other_packfree_build"] = module
+    spec.loader.exec_module(module)
+    other = importlib.import_module("other_packfree_build.hooks")
+    before = snapshot()
+    status = other.install_hooks()
+    assert not status.installed and kernel.__name__ in status.reason
+    other.remove_hooks()
+    assert all(before[name] is value for name, value in snapshot().items())
+    kernel.remove_hooks()
+    try:
+        assert other.install_hooks().installed
+        assert not kernel.install_hooks().installed
+    finally:
+        other.remove_hooks()
+        kernel.install_hooks()
+
+
+def test_status_prints(kernel):
+    load("qwen3_5_text")
+    status = kernel.hooks_status()
+    assert status.installed and status.transformers == transformers.__version__
+    assert NAME in status.attention
+    assert any("qwen3_5" in module for module in status.functions["chunk_gated_delta_rule"])
+    assert status.variant == Path(kernel.__file__).parent.name
+    text = str(status)
+    for word in ("installed", "chunk_gated_delta_rule", "minimax", NAME, status.variant):
+        assert word in text
+
+
+# ---- import order ----
+
+
+def run_python(code, **environment):
+    """Run ``code`` in a fresh interpreter that has the kernel in LOCAL_KERNELS as this one does."""
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_kernel_first_then_transformers():
+    """The kernel does not import transformers; once a model class is, the hooks are in place."""
+    output = run_python(
+        """
+        import sys
+        import kernels
+        kernel = kernels.get_kernel("org/packfree-kernels", version=1, trust_remote_code=True)
+        assert "transformers" not in sys.modules
+        status = kernel.hooks_status()
+        assert not status.installed and "waiting" in status.reason, status
+        import torch
+        from tests.tiny_models import alone, load, pack
+        assert kernel.hooks_status().installed
+        model = load("lfm2").eval()
+        with torch.no_grad():
+            packed = model(**pack()).logits[0]
+            single = torch.cat([model(**sample).logits[0] for sample in alone()])
+        print(float((packed - single).abs().max()))
+        """
+    )
+    assert float(output) < 1e-4
+
+
+def test_switched_off_by_the_environment():
+    output = run_python(
+        """
+        import kernels
+        from tests.tiny_models import load, pack
+        try:
+            load("lfm2")(**pack(setting="seq_idx"))
+        except ValueError as error:
+            print(error)
+        kernel = kernels.get_kernel("org/packfree-kernels", version=1, trust_remote_code=True)
+        print(kernel.hooks_status().reason)
+        """,
+        PACKFREE_HOOKS="0",
+    )
+    assert "can't keep packed sequences apart" in output and "PACKFREE_HOOKS=0" in output
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    "model_type, function",
+    [
+        ("bamba", "mamba_(split_conv1d|chunk)_scan_combined"),
+        ("kimi_linear", "chunk_kda"),
+        ("mamba", "(mamba_inner_fn|selective_scan_fn)"),
+    ],
+)
+def test_function_that_is_not_served_refuses_a_pack(model_type, function, kernel):
+    """Silence would be a leak; the error names function and model. The same model runs unpacked as ever."""
+    model = load(model_type).eval()
+    stock = build(model_type, "eager").eval()
+    with torch.no_grad():
+        assert_logits_equal(model(**alone()[2]).logits, stock(**alone()[2]).logits)
+    for training in (True, False):
+        model.train(training)
+        for setting in ("cu_seq_lens", "seq_idx"):
+            with pytest.raises(NotImplementedError, match=f"{function}: {type(model).__name__}"):
+                model(**pack(model_type, setting), use_cache=False)
+    names = kernel.hooks_status().not_served
+    assert any(model_type in module for modules in names.values() for module in modules)
+
+
+LEAKING = {
+    "recurrent_gemma": dict(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8, intermediate_size=48, lru_width=32
+    ),
+    "minimax": dict(num_local_experts=4, block_size=4, layer_types=["linear_attention", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize("model_type", LEAKING)
+def test_model_that_leaks_elsewhere_is_refused(model_type):
+    shape = {**MODELS["llama"], **LEAKING[model_type]}
+    model_config = transformers.CONFIG_MAPPING[model_type](**shape)
+    with allow_all_hub_kernels(), pytest.raises(ValueError, match=model_type):
+        AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME)
+    model = redraw(AutoModelForCausalLM.from_config(model_config, attn_implementation="eager"))
+    with pytest.raises(ValueError, match=f"{type(model).__name__}.*DataCollatorWithPadding"):
+        model(**pack())
+
+
+def test_attention_that_a_flash_kernel_cannot_express_is_refused():
+    with allow_all_hub_kernels(), pytest.raises(ValueError, match='BloomModel.*attn_implementation="eager"'):
+        AutoModelForCausalLM.from_config(
+            transformers.BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=4), attn_implementation=NAME
+        )
+
+
+def test_model_that_counts_positions_itself_is_refused():
+    """BART's decoder takes no position_ids, so positions would run on through the pack."""
+    bart = transformers.BartConfig(
+        vocab_size=128, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32, encoder_layers=1,
+        encoder_attention_heads=4, encoder_ffn_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    with allow_all_hub_kernels():
+        model = AutoModelForCausalLM.from_config(bart, attn_implementation=NAME)
+    with pytest.raises(ValueError, match="position_ids"):
+        model(**pack(setting="cu_seq_lens"))
+
+
+def zeros_at_the_end(tokens=35):
+    mask = torch.ones(1, tokens, dtype=torch.long)
+    mask[0, -2:] = 0
+    return mask
+
+
+BAD_CALLS = {
+    "mask beside positions": (dict(attention_mask=zeros_at_the_end()), "position_ids", "attention_mask"),
+    "mask beside boundaries": (dict(attention_mask=zeros_at_the_end()), "seq_idx", "attention_mask"),
+    "mask of another shape": (dict(attention_mask=torch.ones(1, 1, 35, 35)), "seq_idx", "attention_mask"),
+    "cache beside positions": (dict(use_cache=True), "position_ids", "use_cache"),
+    "cache beside boundaries": (dict(use_cache=True), "cu_seq_lens", "use_cache"),
+    "offsets past the end": (dict(cu_seq_lens_q=torch.tensor([0, 5, 40])), "position_ids", "cu_seq_lens_q"),
+    "offsets that fall": (dict(cu_seq_lens_q=torch.tensor([0, 9, 5, 35])), "position_ids", "cu_seq_lens_q"),
+    "offsets against labels": (dict(cu_seq_lens_q=torch.tensor([0, 5, 35])), "seq_idx", "seq_idx"),
+    "positions as labels": (dict(seq_idx=torch.tensor([[0, 1, 2, 3, 4, 0, 1] + [5] * 28])), "position_ids", "seq_idx"),
+    "labels as floats": (dict(seq_idx=torch.zeros(1, 35)), "position_ids", "seq_idx"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls_name_the_argument(case):
+    extra, setting, argument = BAD_CALLS[case]
+    for model_type in ("llama", "lfm2"):
+        model = load(model_type)
+        with pytest.raises((ValueError, TypeError), match=f"{type(model).__name__}: {argument}"):
+            model(**{**pack(model_type, setting), **extra})
+
+
+def test_mask_attention_needs_positions_that_show_the_samples():
+    """Under eager attention only position_ids cut the row, so boundaries that they do not show are refused."""
+    model = build("qwen3_5_text", "eager")
+    batch = pack(setting="seq_idx")
+    with pytest.raises(ValueError, match="position_ids"):
+        model(**{**batch, "position_ids": torch.arange(35)[None]})
+    with pytest.raises(ValueError, match="position_ids"):
+        model(**{**batch, "position_ids": batch["position_ids"].expand(3, -1, -1)})
+
+
+def test_configuration_table_is_complete():
+    for model_type in MODELS:
+        assert config(model_type).model_type == model_type

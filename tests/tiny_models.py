@@ -1,0 +1,206 @@
+"""Tiny random models, one line of configuration each, and what tests of whole models do with them.
+
+``MODELS`` maps a transformers model type to the smallest interesting form of its configuration: every layer kind,
+grouped key/value heads where it allows them, a window shorter than the longest test sample. Parameters are redrawn
+so that each of them matters: with transformers' own initialisation many paths are near zero and an error would hide.
+"""
+
+from typing import Any, Dict, List, Optional
+
+import torch
+import transformers.modeling_utils  # noqa: F401  the hooks wait for this module
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DataCollatorWithFlattening, PreTrainedConfig
+from transformers.integrations.hub_kernels import allow_all_hub_kernels
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+NAME = "org/packfree-kernels"
+
+# One sample shorter than the convolution, one longer than every window, one of a single token, neighbours of each.
+LENGTHS = [5, 9, 17, 3, 1]
+
+# The collator's settings: position_ids only; with cu_seq_lens_q/k and max_length_q/k; with seq_idx as well.
+SETTINGS = {
+    "position_ids": {},
+    "cu_seq_lens": dict(return_flash_attn_kwargs=True),
+    "seq_idx": dict(return_flash_attn_kwargs=True, return_seq_idx=True),
+}
+
+# Two float32 computations of the same numbers in another order. A leak is 1e-1 and more on these models; rounding is
+# 1e-6 (seen: 6e-6 at most, the delta rule). Gradients are measured against the parameter's own largest entry; the floor
+# is for gradients that are zero in exact arithmetic, such as a key bias under softmax.
+LOGIT_TOLERANCE = 5e-5
+GRADIENT_TOLERANCE = 1e-4
+GRADIENT_FLOOR = 1e-6
+
+
+VOCABULARY = 128
+
+_DECODER: Dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCABULARY,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_ENCODER = {name: value for name, value in _DECODER.items() if name != "num_key_value_heads"}
+_DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+_HYBRID_LAYERS = ["linear_attention", "full_attention"]
+_CONVOLUTION_LAYERS = ["conv", "full_attention"]
+
+MODELS: Dict[str, Dict[str, Any]] = {
+    "llama": dict(_DECODER),
+    "mistral": dict(_DECODER, sliding_window=6),
+    "gemma2": dict(_DECODER, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+    "gpt_oss": dict(
+        _DECODER,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+    ),
+    "gpt2": dict(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "deepseek_v3": dict(
+        {**_DECODER, "num_key_value_heads": 4},
+        **_LATENT,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "xlm-roberta": dict(
+        _ENCODER, max_position_embeddings=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0, pad_token_id=1
+    ),
+    "modernbert": dict(_ENCODER, local_attention=6, layer_types=["sliding_attention", "full_attention"]),
+    "qwen3_5_text": dict(_DECODER, **_DELTA, head_dim=8, layer_types=_HYBRID_LAYERS),
+    "qwen3_5_moe_text": dict(
+        {name: value for name, value in _DECODER.items() if name != "intermediate_size"},
+        **_DELTA,
+        **_EXPERTS,
+        shared_expert_intermediate_size=16,
+        head_dim=8,
+        layer_types=_HYBRID_LAYERS,
+    ),
+    "qwen3_next": dict(
+        _DECODER, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=16, head_dim=8, layer_types=_HYBRID_LAYERS
+    ),
+    "olmo_hybrid": dict(_DECODER, **{**_DELTA, "linear_num_key_heads": 4}, layer_types=_HYBRID_LAYERS),
+    "lfm2": dict(_DECODER, layer_types=_CONVOLUTION_LAYERS),
+    "lfm2_moe": dict(_DECODER, **_EXPERTS, num_dense_layers=1, layer_types=_CONVOLUTION_LAYERS),
+    # Types whose functions are not served yet: they must refuse a pack.
+    "bamba": dict(
+        _DECODER, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16
+    ),
+    "kimi_linear": dict(
+        {**_DECODER, "num_key_value_heads": 4},
+        **_LATENT,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        layer_types=_HYBRID_LAYERS,
+    ),
+    "mamba": dict(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, pad_token_id=0),
+}
+
+ENCODERS = ("xlm-roberta", "modernbert")
+NOT_SERVED = ("bamba", "kimi_linear", "mamba")
+SERVED = [name for name in MODELS if name not in NOT_SERVED]
+
+
+def config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """The tiny configuration of ``model_type`` with ``changes``."""
+    return CONFIG_MAPPING[model_type](**{**MODELS[model_type], **changes})
+
+
+def redraw(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Draw the parameters of ``model`` again, so that each of them moves the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draw = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("A_log"):
+                parameter.copy_(draw.abs().log())
+            elif name.endswith(("conv1d.weight", "conv.weight")):
+                parameter.copy_(0.5 * draw)
+            elif parameter.dim() >= 2:
+                parameter.copy_(0.15 * draw)
+            else:
+                parameter.add_(0.1 * draw)
+    return model
+
+
+def build(model_type: str, attention: Optional[str] = None, **changes: Any) -> torch.nn.Module:
+    """A float32 model with redrawn parameters; the same numbers for the same arguments, whatever ``attention`` is."""
+    auto = AutoModelForMaskedLM if model_type in ENCODERS else AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = auto.from_config(config(model_type, **changes), attn_implementation=attention)
+    return redraw(model)
+
+
+def samples(lengths: List[int], seed: int = 1) -> List[Dict[str, List[int]]]:
+    """One feature dictionary a sample, as a data set yields them; ids avoid the special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def assert_logits_equal(got, expected):
+    assert got.shape == expected.shape
+    difference = (got - expected).abs().max().item()
+    assert difference <= LOGIT_TOLERANCE * max(1.0, expected.abs().max().item()), f"logits differ by {difference:.1e}"
+
+
+def assert_gradients_equal(got, expected):
+    assert got.keys() == expected.keys()
+    overall = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = (got[name] - gradient).abs().max().item()
+        allowed = GRADIENT_TOLERANCE * gradient.abs().max().item() + GRADIENT_FLOOR * overall
+        assert difference <= allowed, f"gradient of {name} differs by {difference:.1e}, allowed {allowed:.1e}"
+
+
+def load(model_type, **changes):
+    """The model as a user loads it, by the one string."""
+    with allow_all_hub_kernels():
+        return build(model_type, NAME, **changes)
+
+
+def first_position(model_type):
+    return 2 if model_type == "xlm-roberta" else 0
+
+
+def pack(model_type="llama", setting="position_ids", lengths=LENGTHS, **extra):
+    """One packed batch of the flattening collator, without labels."""
+    collator = DataCollatorWithFlattening(position_ids_start=first_position(model_type), **SETTINGS[setting])
+    batch = collator(samples(lengths), return_tensors="pt")
+    del batch["labels"]
+    return {**batch, **extra}
+
+
+def run(model, batches):
+    """Logits ``[tokens, V]`` and parameter gradients of a loss that is a sum over tokens."""
+    model.zero_grad()
+    logits = []
+    for batch in batches:
+        logits.append(model(**batch).logits[0])
+        logits[-1].square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return torch.cat([part.detach() for part in logits]), gradients
+
+
+def alone(lengths=LENGTHS):
+    return [dict(input_ids=torch.tensor([sample["input_ids"]])) for sample in samples(lengths)]

@@ -1,0 +1,95 @@
+"""Hooks into transformers: a packed batch reaches our functions with its boundaries, whatever the model drops.
+
+Importing the package installs them (``PACKFREE_HOOKS=0`` leaves transformers alone). transformers is never imported
+from here: where it is not loaded yet, the hooks wait for it.
+
+One build at a time holds the hooks. A second build loaded into the same process leaves them to the first, because
+models that run already keep their functions; ``remove_hooks()`` of the first frees them. Which build's functions are
+called directly, and whose attention a model's string names, is not affected.
+"""
+
+import os
+import threading
+
+from . import functions, guards, internals, patches
+from .late_import import ImportWatch
+from .status import HooksStatus
+
+__all__ = ["HooksStatus", "hooks_status", "install_hooks", "remove_hooks"]
+
+_OWNER = "_packfree_hooks_owner"
+_lock = threading.RLock()
+
+
+def _install_now() -> None:
+    with _lock:
+        base = internals.model_base()
+        if getattr(base, _OWNER, None) is None:
+            setattr(base, _OWNER, __name__)
+            patches.install()
+
+
+_watch = ImportWatch(internals.MODEL_MODULE, _install_now)
+
+
+def install_hooks() -> HooksStatus:
+    """Hook transformers now, or as soon as it is imported. Doing it again changes nothing.
+
+    Returns:
+        What :func:`hooks_status` returns.
+    """
+    with _lock:
+        if internals.loaded():
+            _install_now()
+        else:
+            _watch.start()
+        return hooks_status()
+
+
+def remove_hooks() -> HooksStatus:
+    """Take every replacement out of transformers again, so that it behaves as if this package had no hooks.
+
+    Returns:
+        What :func:`hooks_status` returns.
+    """
+    with _lock:
+        _watch.stop()
+        if patches.is_active():
+            patches.remove()
+            delattr(internals.model_base(), _OWNER)
+        return hooks_status()
+
+
+def hooks_status() -> HooksStatus:
+    """Which functions are hooked where, which models are refused, and what serves the calls; ``print`` it."""
+    with _lock:
+        hooked = {name: tuple(modules) for name, modules in patches.hooked_functions().items()}
+        return HooksStatus(
+            installed=patches.is_active(),
+            reason=_why_not_installed(),
+            functions={name: modules for name, modules in hooked.items() if functions.is_served(name)},
+            not_served={name: modules for name, modules in hooked.items() if not functions.is_served(name)},
+            attention=guards.our_attention_names(),
+            towers=guards.towers(),
+            refused_models=dict(guards.refused_models()),
+            transformers=internals.version(),
+            checked_transformers=internals.CHECKED_TRANSFORMERS,
+        )
+
+
+def _why_not_installed() -> str:
+    if patches.is_active():
+        return ""
+    if internals.loaded():
+        holder = getattr(internals.model_base(), _OWNER, None)
+        if holder is not None:
+            return f"the hooks of another build are in place ({holder.partition('.')[0]})"
+    if _watch.waiting:
+        return "waiting for transformers to be imported"
+    return "PACKFREE_HOOKS=0" if os.environ.get("PACKFREE_HOOKS") == "0" else "not asked for"
+
+
+def install_on_import() -> None:
+    """What the package calls at the end of its own import."""
+    if os.environ.get("PACKFREE_HOOKS") != "0":
+        install_hooks()

@@ -1,0 +1,75 @@
+"""The boundaries of the packed forward that is running now, per thread.
+
+Some models drop the boundary keywords on their way to a layer. What the outermost forward found is therefore also kept
+here, where the hooked functions look when their keywords say nothing.
+
+A ``threading.local`` with class attributes as defaults is what ``torch.compile(fullgraph=True)`` traces; a
+``contextvars.ContextVar`` breaks the graph. Threads matter: data parallel replicas run forward in threads of their own,
+and on a GPU a checkpointed layer is recomputed in a thread of the autograd engine.
+"""
+
+import threading
+from typing import NamedTuple, Optional, Tuple
+
+from torch import Tensor
+
+
+class Boundaries(NamedTuple):
+    """Where the samples of one packed forward end.
+
+    Attributes:
+        cu_seqlens: int32 ``[N + 1]``, offsets into the ``B * T`` tokens of the batch read row after row. While tracing
+            it has one entry per token plus one and ends in empty sequences.
+        seq_idx: int32 ``[B, T]``, the sequence of each token, -1 for padding after the last offset.
+        batch: rows B.
+        length: tokens T of a row.
+        max_length: an upper bound of the longest sequence.
+        model: class name of the model, for messages.
+        config_type: class of the model's text config; tells its own attention layers from those of an image tower.
+    """
+
+    cu_seqlens: Tensor
+    seq_idx: Tensor
+    batch: int
+    length: int
+    max_length: int
+    model: str
+    config_type: type
+
+    def fit(self, batch: int, length: int) -> bool:
+        """Whether a tensor of ``batch`` rows and ``length`` tokens is cut by these boundaries."""
+        return self.batch == batch and self.length == length
+
+
+class _Slot(threading.local):
+    inside: bool = False
+    current: Optional[Boundaries] = None
+
+
+_slot = _Slot()
+
+Saved = Tuple[bool, Optional[Boundaries]]
+
+
+def inside_forward() -> bool:
+    """Whether a model's forward is running in this thread, packed or not."""
+    return _slot.inside
+
+
+def current() -> Optional[Boundaries]:
+    """The boundaries of the running forward, or None outside one and in an unpacked one."""
+    return _slot.current
+
+
+def save() -> Saved:
+    return _slot.inside, _slot.current
+
+
+def enter(boundaries: Optional[Boundaries]) -> None:
+    """Begin an outermost forward; ``None`` marks it as unpacked."""
+    _slot.inside = True
+    _slot.current = boundaries
+
+
+def restore(saved: Saved) -> None:
+    _slot.inside, _slot.current = saved

@@ -1,0 +1,139 @@
+"""What replaces each of transformers' sequence-mixing functions: THE TABLE is at the end of this file.
+
+A replacement closes over the stock function. A call without boundaries goes there (decoding, unpacked batches, devices
+that our kernels do not serve); a call with boundaries goes to the function of the same name in this package. Where this
+package has none yet, a call with boundaries is an error: the stock function would mix the samples.
+"""
+
+import importlib
+from typing import Any, Callable, Dict, Optional
+
+import torch
+from torch import Tensor
+
+from .. import packing
+from .._checks import type_error
+from . import context, lost
+
+# Device types on which our functions run. Calls elsewhere keep the stock path with their keywords untouched.
+SUPPORTED_DEVICES = ("cpu",)
+
+
+def supported(device: torch.device) -> bool:
+    return device.type in SUPPORTED_DEVICES
+
+
+def find_boundaries(
+    name: str, stock: Callable, batch: int, length: int, device: torch.device, keywords: Dict[str, Any]
+) -> Optional[Dict[str, Tensor]]:
+    """The boundary keywords for our function ``name``, or None if the call is not packed.
+
+    Keywords of the call come first, then the context of the running forward. Several rows are cut by ``seq_idx``,
+    because ``cu_seqlens`` means one row in the public functions.
+
+    Raises:
+        ValueError: the running forward is packed, but not for a tensor of this shape.
+    """
+    if not supported(device):
+        return None
+    cu_seqlens = keywords.get("cu_seqlens")
+    if cu_seqlens is None:
+        cu_seqlens = keywords.get("cu_seq_lens_q")
+    seq_idx = keywords.get("seq_idx")
+    here = context.current()
+    if cu_seqlens is None and seq_idx is None:
+        key = (name, id(stock), batch, length)
+        if here is None:
+            lost.served_without_boundaries(name, key)
+            return None
+        if not here.fit(batch, length):
+            raise ValueError(
+                f"{name}: {here.model} runs a packed batch of shape {(here.batch, here.length)}, but calls {name} for "
+                f"{(batch, length)} tokens without boundaries; pass cu_seq_lens_q or seq_idx down to it"
+            )
+        lost.served_from_context(key)
+        return {"cu_seqlens": here.cu_seqlens} if batch == 1 else {"seq_idx": here.seq_idx}
+    if batch == 1 and cu_seqlens is not None:
+        # The outermost forward has compared the two spellings; outside one, our function does.
+        both = here is None and seq_idx is not None
+        return {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx} if both else {"cu_seqlens": cu_seqlens}
+    if seq_idx is None:
+        seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, batch * length).view(batch, length)
+    return {"seq_idx": seq_idx}
+
+
+def _pick(keywords: Dict[str, Any], *names: str) -> Dict[str, Any]:
+    """The keywords our function knows. The rest is what models hand to every layer, for example num_items_in_batch."""
+    return {name: keywords[name] for name in names if keywords.get(name) is not None}
+
+
+def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
+    def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **keywords: Any) -> Any:
+        cuts = find_boundaries(name, stock, x.shape[0], x.shape[-1], x.device, keywords)
+        if cuts is None:
+            return stock(x, weight, bias, *args, **keywords)
+        if args:
+            raise type_error(name, "arguments after bias", "be keywords in a packed call", f"{len(args)} positional")
+        given = _pick(keywords, "activation", "initial_states", "return_final_states")
+        # Under autocast x is bfloat16 and the weight float32; like the stock function, compute in the weight's dtype.
+        y = ours(x.to(weight.dtype), weight, bias, **given, **cuts)
+        return y.to(x.dtype) if isinstance(y, Tensor) else (y[0].to(x.dtype), *y[1:])
+
+    return causal_conv1d_fn
+
+
+def _gated_delta_rule(name: str, stock: Callable, ours: Callable) -> Callable:
+    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> Any:
+        cuts = find_boundaries(name, stock, q.shape[0], q.shape[1], q.device, keywords)
+        if cuts is None:
+            return stock(q, k, v, *args, **keywords)
+        if len(args) > 2:
+            raise type_error(name, "arguments after beta", "be keywords in a packed call", f"{len(args)} positional")
+        decay_and_beta = dict(zip(("g", "beta"), args))
+        given = _pick(keywords, "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+        return ours(q, k, v, **decay_and_beta, **given, **cuts)
+
+    return chunk_gated_delta_rule
+
+
+def _not_served(name: str, stock: Callable, ours: Optional[Callable] = None) -> Callable:
+    def refuse_if_packed(*args: Any, **keywords: Any) -> Any:
+        here = context.current()
+        explicit = any(keywords.get(key) is not None for key in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"))
+        if (here is not None or explicit) and supported(args[0].device):
+            model = here.model if here is not None else "this model"
+            raise NotImplementedError(
+                f"{name}: {model} needs the sample boundaries inside {name}, which this release of packfree-kernels "
+                "does not provide, so packed samples would mix. Train it on padded batches (DataCollatorWithPadding)"
+            )
+        return stock(*args, **keywords)
+
+    return refuse_if_packed
+
+
+# THE TABLE: the name under which transformers registers a function -> what builds its replacement.
+# To serve one more function, exchange its `_not_served` for an adapter that calls ours with the boundaries.
+REPLACEMENTS: Dict[str, Callable[..., Callable]] = {
+    "causal_conv1d_fn": _causal_conv1d,
+    "chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kda": _not_served,
+    "mamba_chunk_scan_combined": _not_served,
+    "mamba_split_conv1d_scan_combined": _not_served,
+    "selective_scan_fn": _not_served,
+    "mamba_inner_fn": _not_served,
+}
+
+
+def is_served(name: str) -> bool:
+    return REPLACEMENTS[name] is not _not_served
+
+
+def replacement(name: str, stock: Callable) -> Callable:
+    """What a modeling file gets in place of ``stock``, the function that transformers registers as ``name``."""
+    ours = None
+    if is_served(name):
+        # Read here and not at import: the package is complete only when its own __init__ has run.
+        ours = getattr(importlib.import_module("..", __package__), name)
+    hooked = REPLACEMENTS[name](name, stock, ours)
+    hooked.packfree_stock = stock
+    return hooked

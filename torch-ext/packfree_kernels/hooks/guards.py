@@ -1,0 +1,115 @@
+"""Models that cannot keep packed samples apart, or cannot express their attention in ours, are refused by name."""
+
+from typing import Any, Dict, List, Set, Tuple
+
+from . import internals
+
+# Names under which transformers has registered an attention kernel of this package.
+_our_attention: Set[str] = set()
+# Model class -> whether position_ids reach anything in it. A plain dictionary, because compiled forwards read it.
+_takes_positions: Dict[type, bool] = {}
+# Image or sound towers that went back to transformers' own attention: class name -> its implementation.
+_towers: Dict[str, str] = {}
+
+
+def attention_name(model: Any) -> str:
+    return getattr(internals.text_config(model), "_attn_implementation", None) or ""
+
+
+def uses_our_attention(model: Any) -> bool:
+    return attention_name(model) in _our_attention
+
+
+def note_positions(model: Any) -> None:
+    """Remember whether ``model`` or a model inside it takes position_ids; BART's kind counts positions itself."""
+    if type(model) not in _takes_positions:
+        _takes_positions[type(model)] = any(internals.takes_positions(module) for module in model.modules())
+
+
+def takes_positions(model: Any) -> bool:
+    return _takes_positions.get(type(model), True)
+
+
+def note_attention_kernel() -> List[str]:
+    """Learn under which names this package serves attention; returns the new ones.
+
+    A kernel is registered under whatever repository string the user wrote, so the name is read back from transformers.
+    """
+    name, function = internals.current_attention_kernel()
+    if name is None or name in _our_attention or not internals.is_packfree_function(function):
+        return []
+    _our_attention.add(name)
+    return [name]
+
+
+def forget() -> None:
+    _our_attention.clear()
+    _takes_positions.clear()
+    _towers.clear()
+
+
+def _found(model: Any, patterns: Dict[str, str]) -> str:
+    """Why ``model`` is in the list, or an empty string."""
+    for config in (getattr(model, "config", None), internals.text_config(model)):
+        for pattern, reason in patterns.items():
+            if internals.matches(internals.model_type(config), pattern):
+                return reason
+    return ""
+
+
+def _named(model: Any) -> str:
+    return f"{type(model).__name__} (model type {internals.model_type(getattr(model, 'config', None))!r})"
+
+
+def refuse_packed(model: Any) -> None:
+    """Raises ValueError if packed samples of ``model`` mix where no hook reaches."""
+    reason = _found(model, internals.LEAKING_MODELS)
+    if reason:
+        raise ValueError(
+            f"{_named(model)} cannot be trained on packed samples: {reason}. Use padded batches "
+            "(DataCollatorWithPadding) instead"
+        )
+
+
+def check_loaded(model: Any) -> None:
+    """Check a model that has just been built.
+
+    A text model whose attention ours cannot express, or which leaks, must not come up under our attention: its results
+    would be wrong without a word. A tower without token embeddings goes back to transformers' own attention instead,
+    so that a multimodal model still loads by one string.
+
+    Raises:
+        ValueError: naming the model and what to use instead.
+    """
+    config = getattr(model, "config", None)
+    name = getattr(config, "_attn_implementation", None)
+    if name not in _our_attention:
+        return
+    reason = _found(model, internals.LEAKING_MODELS) or _found(model, internals.ATTENTION_NOT_EXPRESSED)
+    if reason:
+        raise ValueError(
+            f'{_named(model)} cannot run with attn_implementation="{name}": {reason}. Load it with '
+            'attn_implementation="eager" and train it on padded batches'
+        )
+    if getattr(model, "_supports_flash_attn", False) or not internals.has_attention(config):
+        return
+    if hasattr(config, "vocab_size"):
+        raise ValueError(
+            f'{_named(model)} cannot run with attn_implementation="{name}": transformers marks its attention as one '
+            'that flash-style kernels do not compute. Load it with attn_implementation="eager"'
+        )
+    stock = model.get_correct_attn_implementation(None, is_init_check=True)
+    config._attn_implementation_internal = stock
+    _towers[type(model).__name__] = stock
+
+
+def refused_models() -> Tuple[Tuple[str, str], ...]:
+    return tuple({**internals.LEAKING_MODELS, **internals.ATTENTION_NOT_EXPRESSED}.items())
+
+
+def our_attention_names() -> Tuple[str, ...]:
+    return tuple(sorted(_our_attention))
+
+
+def towers() -> Dict[str, str]:
+    return dict(_towers)

@@ -1,0 +1,150 @@
+"""Everything that the hooks know about the inside of transformers and kernels.
+
+Checked against transformers 5.22.2 with kernels 0.17.2. What is relied on:
+
+- sequence-mixing functions are globals of ``modeling_*`` modules and are called through them. With ``kernels`` in use
+  they are instances whose class has ``kernel_layer_name``; without it (or with ``USE_HUB_KERNELS=0``) they are plain
+  functions named ``wrapped`` whose closure holds ``func_name``;
+- every model's ``__init__`` ends in ``PreTrainedModel.post_init`` and by then its attention kernel is loaded;
+- ``modeling_flash_attention_utils`` keeps the name and the functions of the last attention kernel in module globals;
+- ``PreTrainedModel._set_gradient_checkpointing(enable, gradient_checkpointing_func, ...)`` hands the function out;
+- attention gets its boundaries as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
+"""
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any, Callable, Iterator, List, Optional, Tuple
+
+import torch
+
+CHECKED_TRANSFORMERS = ("5.22.2",)
+
+MODEL_MODULE = "transformers.modeling_utils"
+
+# Keywords of a model's forward that carry boundaries.
+BOUNDARY_KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# A cache that is in use under any of these names means generation; the last two belong to continuous batching.
+CACHE_KEYWORDS = ("past_key_values", "cache_params")
+PAGED_KEYWORDS = ("cache", "block_table")
+
+# Attention implementations that cut a pack by position_ids alone, through the mask that transformers builds.
+MASK_ATTENTION = ("eager", "sdpa", "flex_attention")
+
+# Model types (a trailing * stands for any ending) whose packed result is wrong outside the functions that can be
+# hooked, and what does it.
+LEAKING_MODELS = {
+    "glm5_next*": "its sparse-attention indexer does not see sample boundaries",
+    "qwen4_exp*": "its position embedding convolution and n-gram hash do not see sample boundaries",
+    "minimax": "its lightning attention carries one state through the row",
+    "recurrent_gemma": "its recurrent block carries one state through the row",
+    "rwkv": "its recurrence carries one state through the row",
+    "xlstm": "its recurrence carries one state through the row",
+    "zaya": "its convolutional attention does not see sample boundaries",
+}
+# Attention that a flash-style kernel cannot express.
+ATTENTION_NOT_EXPRESSED = {"inkling*": "its attention adds a learned position bias"}
+
+
+def loaded() -> bool:
+    """Whether transformers' model base class exists in this process."""
+    return hasattr(sys.modules.get(MODEL_MODULE), "PreTrainedModel")
+
+
+def version() -> Optional[str]:
+    return getattr(sys.modules.get("transformers"), "__version__", None)
+
+
+def model_base() -> type:
+    return sys.modules[MODEL_MODULE].PreTrainedModel
+
+
+def flash_utils() -> ModuleType:
+    import transformers.modeling_flash_attention_utils as utils
+
+    return utils
+
+
+def flash_entry() -> ModuleType:
+    import transformers.integrations.flash_attention as entry
+
+    return entry
+
+
+def attention_functions() -> Any:
+    return sys.modules[MODEL_MODULE].ALL_ATTENTION_FUNCTIONS
+
+
+def modeling_modules() -> List[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if ".modeling_" in name and module is not None]
+
+
+def kernel_function_name(value: Any) -> Optional[str]:
+    """The name under which transformers registered ``value``, or None if it is no such function."""
+    if isinstance(value, torch.nn.Module):
+        return getattr(type(value), "kernel_layer_name", None)
+    code = getattr(value, "__code__", None)
+    if code is not None and code.co_name == "wrapped" and "func_name" in code.co_freevars:
+        return value.__closure__[code.co_freevars.index("func_name")].cell_contents
+    return None
+
+
+def model_classes() -> Iterator[type]:
+    """Every class with a ``forward`` that a known model inherits, mixins included, without the common bases."""
+    seen = set()
+    waiting = [model_base()]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            if cls not in seen:
+                seen.add(cls)
+                waiting.append(cls)
+                yield from forward_classes(cls)
+
+
+def forward_classes(model_class: type) -> Iterator[type]:
+    for cls in model_class.__mro__:
+        if "forward" in vars(cls) and cls is not torch.nn.Module and cls is not model_base():
+            yield cls
+
+
+def model_type(config: Any) -> str:
+    return getattr(config, "model_type", "") or ""
+
+
+def matches(name: str, pattern: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    get = getattr(config, "get_text_config", None)
+    return get() if get is not None else config
+
+
+def has_attention(config: Any) -> bool:
+    return getattr(config, "num_attention_heads", None) is not None
+
+
+def takes_positions(module: Any) -> bool:
+    """Whether ``module`` is a model whose forward names ``position_ids``."""
+    return isinstance(module, model_base()) and "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def first_position(model: Any) -> int:
+    """The position of a sample's first token: 0, or ``padding_idx + 1`` in embeddings of the RoBERTa kind."""
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+    embedding = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
+    padding = getattr(embedding, "padding_idx", None)
+    return 0 if padding is None else padding + 1
+
+
+def current_attention_kernel() -> Tuple[Optional[str], Optional[Callable]]:
+    """Name and variable-length function of the attention kernel that transformers loaded last."""
+    utils = flash_utils()
+    return getattr(utils, "_loaded_implementation", None), getattr(utils, "_flash_varlen_fn", None)
+
+
+def is_packfree_function(function: Any) -> bool:
+    """Whether ``function`` comes from any build of this package; another build's package has another name."""
+    root = sys.modules.get((getattr(function, "__module__", "") or "").partition(".")[0])
+    return hasattr(root, "hooks_status") and hasattr(root, "flash_attn_varlen_func")

@@ -1,0 +1,277 @@
+"""The replacements themselves: functions, forwards, checkpointing and attention.
+
+Every wrapper passes straight through once the hooks are off, for the case that someone has wrapped it in turn.
+"""
+
+import functools
+import inspect
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from . import boundaries, context, functions, guards, internals, lost
+from .undo import UndoList
+
+_active = [False]
+_undo = UndoList()
+# id -> module, so that a module is scanned again only if it is a new one under the old name.
+_scanned: Dict[str, Any] = {}
+# Kept across a removal: the mark on a forward says it is ours, this says which functions were replaced where.
+_hooked_functions: Dict[str, List[str]] = {}
+_stock_attention: Dict[str, Callable] = {}
+_checkpointed: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def is_active() -> bool:
+    return _active[0]
+
+
+def hooked_functions() -> Dict[str, List[str]]:
+    return {name: sorted(modules) for name, modules in sorted(_hooked_functions.items())}
+
+
+def install() -> None:
+    base = internals.model_base()
+    _active[0] = True
+    _replace_functions()
+    for cls in internals.model_classes():
+        _wrap_forward(cls)
+    _undo.replace(base, "__init__", _init(base.__init__))
+    _undo.replace(base, "post_init", _post_init(base.post_init))
+    _undo.replace(base, "_set_gradient_checkpointing", _set_checkpointing(base._set_gradient_checkpointing))
+    utils = internals.flash_utils()
+    _undo.replace(utils, "fa_peft_integration_check", _cast_check(utils.fa_peft_integration_check))
+    entry = internals.flash_entry()
+    _undo.replace(entry, "get_target_dtype", _target_dtype(entry.get_target_dtype))
+
+
+def remove() -> None:
+    _active[0] = False
+    _undo.undo_all()
+    table = internals.attention_functions()
+    for name, stock in _stock_attention.items():
+        if getattr(table.get(name), "packfree_stock", None) is stock:
+            table.register(name, stock)
+    for module in list(_checkpointed):
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if isinstance(function, CheckpointWithBoundaries):
+            module._gradient_checkpointing_func = function.stock
+    _checkpointed.clear()
+    _stock_attention.clear()
+    _scanned.clear()
+    _hooked_functions.clear()
+    guards.forget()
+
+
+# ---- functions ----
+
+
+def _replace_functions() -> None:
+    """Replace the table's functions in every modeling module that has not been looked at yet."""
+    for module in internals.modeling_modules():
+        if _scanned.get(module.__name__) is module:
+            continue
+        _scanned[module.__name__] = module
+        for attribute, value in list(vars(module).items()):
+            name = internals.kernel_function_name(value)
+            if name in functions.REPLACEMENTS:
+                _undo.replace(module, attribute, functions.replacement(name, value))
+                _hooked_functions.setdefault(name, []).append(module.__name__)
+
+
+# ---- forward ----
+
+
+def _wrap_forward(cls: type) -> None:
+    stock = vars(cls)["forward"]
+    if not inspect.isfunction(stock) or getattr(stock, "packfree_forward", False):
+        return
+    parameters = list(inspect.signature(stock).parameters.values())[1:]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    signature = boundaries.Signature(
+        tuple(parameter.name for parameter in parameters if parameter.kind not in variadic),
+        any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
+    )
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _active[0] or context.inside_forward() or len(args) > len(signature.names):
+            return stock(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _register_attention()
+            guards.note_positions(self)
+        call = dict(zip(signature.names, args))
+        call.update(kwargs)
+        found = boundaries.boundaries_of_call(self, call, signature)
+        context.enter(found)
+        try:
+            return stock(self, **call)
+        finally:
+            context.restore((False, None))
+
+    forward.packfree_forward = True
+    _undo.replace(cls, "forward", forward)
+
+
+def _init(stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _active[0]:
+            for cls in internals.forward_classes(type(self)):
+                _wrap_forward(cls)
+        stock(self, *args, **kwargs)
+
+    return __init__
+
+
+def _post_init(stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _active[0]:
+            # The first model of a process loads this package inside its own __init__, so the class is wrapped here too.
+            for cls in internals.forward_classes(type(self)):
+                _wrap_forward(cls)
+            _replace_functions()
+            _register_attention()
+            guards.note_positions(self)
+            guards.check_loaded(self)
+        stock(self, *args, **kwargs)
+
+    return post_init
+
+
+# ---- checkpointing ----
+
+
+class CheckpointWithBoundaries:
+    """A checkpoint function whose recompute sees the boundaries of its own forward."""
+
+    def __init__(self, stock: Callable) -> None:
+        self.stock = stock
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        # Traced, the recompute is part of the graph and runs no Python.
+        if torch.compiler.is_compiling() or not _active[0]:
+            return self.stock(function, *args, **kwargs)
+        saved = context.save()
+
+        def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            before = context.save()
+            context.restore(saved)
+            try:
+                return function(*inner_args, **inner_kwargs)
+            finally:
+                context.restore(before)
+
+        return self.stock(run, *args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "CheckpointWithBoundaries":
+        return self
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        # A saved model must open where this package is not loaded.
+        return functools.partial, (self.stock,)
+
+
+def _set_checkpointing(stock: Callable) -> Callable:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _active[0]:
+            return stock(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        function = call.arguments["gradient_checkpointing_func"]
+        if not isinstance(function, CheckpointWithBoundaries):
+            call.arguments["gradient_checkpointing_func"] = CheckpointWithBoundaries(function)
+        result = stock(*call.args, **call.kwargs)
+        for module in self.modules():
+            if isinstance(getattr(module, "_gradient_checkpointing_func", None), CheckpointWithBoundaries):
+                _checkpointed.add(module)
+        return result
+
+    return _set_gradient_checkpointing
+
+
+# ---- attention ----
+
+
+def _cast_check(stock: Callable) -> Callable:
+    """transformers casts float32 inputs to a target dtype and logs that, even where the target is float32.
+
+    The log call breaks a compiled graph of a float32 model, which our kernels serve; without a cast there is nothing
+    to say.
+    """
+
+    @functools.wraps(stock)
+    def fa_peft_integration_check(q: Any, k: Any, v: Any, target_dtype: Optional[torch.dtype] = None) -> Any:
+        if target_dtype is None or (target_dtype == q.dtype and k.dtype == q.dtype and v.dtype == q.dtype):
+            return q, k, v
+        return stock(q, k, v, target_dtype)
+
+    return fa_peft_integration_check
+
+
+def _target_dtype(stock: Callable) -> Callable:
+    """transformers reads the dtype of the first nn.Linear in a float32 attention layer; GPT-2 has none."""
+
+    @functools.wraps(stock)
+    def get_target_dtype(query: Tensor, module: Any) -> Optional[torch.dtype]:
+        reads_layer = query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type)
+        if reads_layer and not any(isinstance(layer, torch.nn.Linear) for layer in module.modules()):
+            return None
+        return stock(query, module)
+
+    return get_target_dtype
+
+
+def _register_attention() -> None:
+    """Lay our wrapper over transformers' attention entry under each of our names."""
+    table = internals.attention_functions()
+    for name in guards.note_attention_kernel():
+        stock = table.get(name)
+        if stock is not None and not hasattr(stock, "packfree_stock"):
+            _stock_attention[name] = stock
+            table.register(name, _attention(stock))
+
+
+def _attention(stock: Callable) -> Callable:
+    """Give a layer of the running packed forward its boundaries where the model has dropped them on the way."""
+
+    @functools.wraps(stock)
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        here = context.current()
+        if not _active[0] or not functions.supported(query.device):
+            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        # query and key: [B, H, T, K]
+        batch, length = query.shape[0], query.shape[2]
+        call = ("attention", id(module), batch, length)
+        if here is None:
+            if kwargs.get("cu_seq_lens_q") is None and key.shape[2] == length:
+                lost.served_without_boundaries("attention", call)
+        elif type(getattr(module, "config", None)) is not here.config_type:
+            # A tower was handed the text's keywords along with everything else; its own boundaries are other tensors.
+            if kwargs.get("cu_seq_lens_q") is here.cu_seqlens:
+                kwargs = {name: value for name, value in kwargs.items() if name not in internals.BOUNDARY_KEYWORDS}
+        else:
+            if kwargs.get("cu_seq_lens_q") is None and here.fit(batch, length) and key.shape[2] == length:
+                lost.served_from_context(call)
+                kwargs.update(cu_seq_lens_q=here.cu_seqlens, cu_seq_lens_k=here.cu_seqlens)
+                kwargs.update(max_length_q=here.max_length, max_length_k=here.max_length)
+            if attention_mask is not None:
+                # A mask would take precedence and make the row one sequence.
+                raise ValueError(
+                    f"attention: {here.model} made an attention_mask in a packed forward; it cannot be packed with "
+                    f"attn_implementation={module.config._attn_implementation!r}"
+                )
+        return stock(module, query, key, value, attention_mask, *args, **kwargs)
+
+    attention.packfree_stock = stock
+    return attention

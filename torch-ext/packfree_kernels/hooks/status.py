@@ -1,0 +1,79 @@
+"""What the hooks are doing, as a record that prints readably."""
+
+import importlib
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Dict, Optional, Tuple
+
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass(frozen=True)
+class HooksStatus:
+    """State of the hooks in this process.
+
+    Attributes:
+        installed: this build's hooks are in place.
+        reason: why they are not, or an empty string.
+        functions: served function -> modules in which it is replaced.
+        not_served: function that refuses packed calls -> modules in which it is replaced.
+        attention: names under which transformers uses this package's attention.
+        towers: image or sound towers that keep transformers' own attention -> which one.
+        refused_models: model type (a trailing * stands for any ending) -> why it is refused.
+        transformers: version in this process, or None while it is not imported.
+        checked_transformers: versions the hooks were checked against.
+        variant: folder of this build, for example ``torch-stable-abi211-cpu-x86_64-linux``.
+        kernel_id: the build's id.
+        cpu_tier: instruction tier that the CPU kernels use, or None where it cannot be asked.
+    """
+
+    installed: bool
+    reason: str
+    functions: Dict[str, Tuple[str, ...]]
+    not_served: Dict[str, Tuple[str, ...]]
+    attention: Tuple[str, ...]
+    towers: Dict[str, str]
+    refused_models: Dict[str, str]
+    transformers: Optional[str]
+    checked_transformers: Tuple[str, ...]
+    variant: str = field(default_factory=lambda: variant())
+    kernel_id: Optional[str] = field(default_factory=lambda: kernel_id())
+    cpu_tier: Optional[str] = field(default_factory=lambda: cpu_tier())
+
+    def __str__(self) -> str:
+        state = "installed" if self.installed else f"not installed: {self.reason}"
+        checked = ", ".join(self.checked_transformers)
+        lines = [
+            f"packfree-kernels hooks: {state}",
+            f"  build          {self.variant} ({self.kernel_id or 'no metadata'})",
+            f"  CPU tier       {self.cpu_tier or 'unknown'}",
+            f"  transformers   {self.transformers or 'not imported'} (hooks checked against {checked})",
+            f"  attention      {', '.join(self.attention) or 'no model uses it yet'}",
+        ]
+        for title, table in (("served", self.functions), ("not served", self.not_served)):
+            for name, modules in table.items():
+                short = ", ".join(module.rpartition(".")[2].replace("modeling_", "") for module in modules)
+                lines.append(f"  {title:<14} {name}: {short}")
+        for name, stock in self.towers.items():
+            lines.append(f"  tower          {name}: {stock} attention")
+        for pattern, why in self.refused_models.items():
+            lines.append(f"  refused        {pattern}: {why}")
+        return "\n".join(lines)
+
+
+def variant() -> str:
+    return os.path.basename(_PACKAGE_FOLDER)
+
+
+def kernel_id() -> Optional[str]:
+    path = os.path.join(_PACKAGE_FOLDER, "metadata.json")
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return json.load(file).get("id")
+
+
+def cpu_tier() -> Optional[str]:
+    ask = getattr(importlib.import_module("..", __package__), "cpu_tier", None)
+    return None if ask is None else ask()
