@@ -17,10 +17,6 @@ import torch  # noqa: E402
 from tests.harness.kernel import available_tiers, load_kernel  # noqa: E402
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "kernels_ci: a short representative set that needs nothing but the build")
-
-
 @pytest.fixture(scope="session")
 def kernel():
     """The package, loaded through ``kernels.get_kernel``."""

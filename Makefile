@@ -1,0 +1,48 @@
+# make demo    train a small hybrid model packed, and the same padded, and compare
+# make test    the whole test suite
+# make build   the CPU variant, into build/
+# make bench   every op against its alternatives, into benchmarks/results/
+# make check   lint, format rules and ABI of the built variant
+# make variants  every variant that this platform can build
+# Each sets up what it needs in .venv on first use.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready-$(shell cat requirements.txt | sha256sum | cut -c1-12)
+
+.PHONY: build demo test bench check variants sanitize clean
+.DELETE_ON_ERROR:
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "needs Python 3.11 or newer, as PYTHON=...")'
+	@echo "setup: making .venv and installing requirements.txt (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@rm -f .venv/.ready-* && touch $@
+
+build: $(READY)
+	@$(BIN)/python tools/build.py
+
+demo: build
+	@$(BIN)/python examples/demo.py $(DEMO)
+
+test: build
+	@$(BIN)/python -m pytest tests $(PYTEST)
+
+bench: build
+	@$(BIN)/python benchmarks/run.py $(BENCH)
+
+check: build
+	@$(BIN)/ruff check .
+	@$(BIN)/python tools/sync_build.py --check
+	@$(BIN)/python tools/check.py
+
+variants: build
+	@echo "variants: the CPU variant is the only one so far"
+
+# Tests of memory safety on instrumented builds.
+sanitize: $(READY)
+	@$(BIN)/python tools/sanitize.py
+
+clean:
+	rm -rf build
