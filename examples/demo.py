@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -229,11 +230,11 @@ def compare(
         model_folder, attn_implementation=repo_id, allow_all_kernels=True, dtype=torch.float32
     )
     kernel = get_kernel(repo_id, version=1, trust_remote_code=True)
-    status = kernel.hooks_status()
+    tier, hooks = kernel.cpu_tier(), sorted(kernel.hooks_status().functions)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say("Model", f"{model.config.model_type}, {layer_summary(model.config)}, {parameters / 1e6:.1f} M parameters")
-    say("Kernel", f'attn_implementation="{repo_id}" from that Hub: tier {status["tier"]}')
-    for line in wrapped(f"hooked: {', '.join(status['functions'])}"):
+    say("Kernel", f'attn_implementation="{repo_id}" from that Hub: tier {tier}')
+    for line in textwrap.wrap(f"hooked: {', '.join(hooks)}", 71):
         say("", line)
     print(flush=True)
 
@@ -251,7 +252,7 @@ def compare(
     padding = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     padded = train("padded", stock, padding, samples, arguments, folder)
     difference, largest = difference_from_alone(model_folder, trained, pack, packed_logits)
-    report(variant, status, packed, padded, difference, largest)
+    report(variant, tier, hooks, packed, padded, difference, largest)
     return 0
 
 
@@ -361,7 +362,9 @@ def difference_from_alone(model_folder: Path, trained: dict, pack, packed_logits
     return difference, float(packed_logits.abs().max())
 
 
-def report(variant: str, status: dict, packed: Run, padded: Run, difference: float, largest: float) -> None:
+def report(
+    variant: str, tier: str, hooks: list[str], packed: Run, padded: Run, difference: float, largest: float
+) -> None:
     """The table and the line of JSON that ends the demo."""
     speedup = packed.tokens_per_second / padded.tokens_per_second
     rows = [
@@ -381,8 +384,8 @@ def report(variant: str, status: dict, packed: Run, padded: Run, difference: flo
         + json.dumps(
             {
                 "variant": variant,
-                "tier": status["tier"],
-                "hooks": status["functions"],
+                "tier": tier,
+                "hooks": hooks,
                 "loss_first": packed.losses[0],
                 "loss_last": packed.losses[-1],
                 "tokens_per_second_packed": round(packed.tokens_per_second, 1),
@@ -397,12 +400,6 @@ def report(variant: str, status: dict, packed: Run, padded: Run, difference: flo
 
 def say(label: str, text: str) -> None:
     print(f"{label:<8}{text}", flush=True)
-
-
-def wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 71)
 
 
 if __name__ == "__main__":

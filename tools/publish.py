@@ -23,16 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jinja2
+import tomllib
 from httpx2 import HTTPError
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from kernels._rust import Digest, DigestAlgorithm, Metadata
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACEHOLDER_OWNER = "org"
