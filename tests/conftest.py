@@ -6,7 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPO_ID = "org/packfree-kernels"
 
-os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={ROOT / 'build'}"
+# PACKFREE_BUILD names another build folder to test, for example one with a sanitizer.
+BUILD = Path(os.environ.get("PACKFREE_BUILD", ROOT / "build"))
+
+os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={BUILD}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PACKFREE_DEBUG"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
