@@ -1,0 +1,82 @@
+"""Workloads of the gated delta rule for ``kernels benchmark``: a pack against the recurrence, token by token.
+
+The recurrence is the definition, not a fast peer: the comparison with a fast one is ``benchmarks/run.py``.
+"""
+
+import torch
+import torch.nn.functional as F
+from kernels.benchmark import Benchmark
+
+HEADS, VALUE_HEADS, HEAD_DIM = 2, 4, 64
+BOUNDS = [(0, 100), (100, 101), (101, 256)]
+
+
+class GatedDeltaRule(Benchmark):
+    """q, k ``[1, T, 2, 64]``, v ``[1, T, 4, 64]``, g, beta ``[1, T, 4]``; verifies the output and the gradients."""
+
+    seed = 0
+
+    def make(self, dtype: torch.dtype, gradients: bool) -> None:
+        tokens = BOUNDS[-1][1]
+
+        def leaf(values: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return values.to(device=self.device, dtype=dtype).requires_grad_(gradients)
+
+        self.q, self.k = (leaf(torch.randn(1, tokens, HEADS, HEAD_DIM)) for _ in range(2))
+        self.v = leaf(torch.randn(1, tokens, VALUE_HEADS, HEAD_DIM))
+        self.g = leaf(-torch.rand(1, tokens, VALUE_HEADS), torch.float32)
+        self.beta = leaf(torch.rand(1, tokens, VALUE_HEADS))
+        self.do = torch.randn(1, tokens, VALUE_HEADS, HEAD_DIM, device=self.device).to(dtype)
+        offsets = [0, *(eos for _, eos in BOUNDS)]
+        self.cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=self.device)
+
+    def recurrence(self) -> torch.Tensor:
+        group = VALUE_HEADS // HEADS
+        q, k = (F.normalize(tensor[0].float(), dim=-1).repeat_interleave(group, 1) for tensor in (self.q, self.k))
+        v, g, beta = self.v[0].float(), self.g[0], self.beta[0].float()
+        outputs = []
+        for bos, eos in BOUNDS:
+            state = torch.zeros(VALUE_HEADS, HEAD_DIM, HEAD_DIM, device=self.device)
+            for t in range(bos, eos):
+                # S = exp(g) S; S = S + k (beta (v - S' k))'; o = S' q / sqrt(K)
+                state = state * g[t].exp()[:, None, None]
+                change = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+                state = state + torch.einsum("hk,hv->hkv", k[t], change)
+                outputs.append(torch.einsum("hkv,hk->hv", state, q[t]) * HEAD_DIM**-0.5)
+        return torch.stack(outputs)[None].to(self.v.dtype)
+
+    def ours(self) -> torch.Tensor:
+        return self.kernel.chunk_gated_delta_rule(
+            self.q, self.k, self.v, self.g, self.beta, use_qk_l2norm_in_kernel=True, cu_seqlens=self.cu_seqlens
+        )[0]
+
+    def with_gradients(self, o: torch.Tensor) -> torch.Tensor:
+        gradients = torch.autograd.grad(o, (self.q, self.k, self.v, self.g, self.beta), self.do)
+        return torch.cat([tensor.flatten() for tensor in (o.detach(), *gradients)])
+
+    def setup_forward_fp32(self) -> None:
+        self.make(torch.float32, gradients=False)
+
+    def benchmark_forward_fp32(self) -> None:
+        self.out = self.ours()
+
+    def verify_forward_fp32(self) -> torch.Tensor:
+        return self.recurrence()
+
+    def setup_forward_bf16(self) -> None:
+        self.make(torch.bfloat16, gradients=False)
+
+    def benchmark_forward_bf16(self) -> None:
+        self.out = self.ours()
+
+    def verify_forward_bf16(self) -> torch.Tensor:
+        return self.recurrence()
+
+    def setup_forward_backward_fp32(self) -> None:
+        self.make(torch.float32, gradients=True)
+
+    def benchmark_forward_backward_fp32(self) -> None:
+        self.out = self.with_gradients(self.ours())
+
+    def verify_forward_backward_fp32(self) -> torch.Tensor:
+        return self.with_gradients(self.recurrence())
