@@ -116,6 +116,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def run(arguments: argparse.Namespace, folder: Path, hub: LoopbackHub, users_hub: RemoteHub) -> int:
     """All steps of the demo, with the environment set up; returns the exit status."""
+    print("packfree-kernels demo: the same training steps packed and padded\n", flush=True)
     from demo_data import DataError
     from publish import PublishError
 
