@@ -35,7 +35,6 @@ SEED = 1
 # Steps left out of the speed: the first ones allocate memory and warm caches, in both runs alike.
 WARM_UP_STEPS = 2
 
-
 # Variables that would lead away from the demo's own Hub and folder. The last three make kernels 0.17.2 send a header
 # that the HTTP client refuses ("Illegal header value"); here every request stays on this machine anyway.
 DROPPED_VARIABLES = (
@@ -60,7 +59,7 @@ def main() -> int:
         os.environ.update(
             HF_ENDPOINT=hub.endpoint,
             HF_HOME=str(Path(folder) / "home"),
-            HF_TOKEN_PATH=str(users_hub.cache.parent / "token"),
+            HF_TOKEN_PATH=str(users_hub.token),
             HF_HUB_DISABLE_PROGRESS_BARS="1",
             # Its warnings here advise installing GPU packages and speak of a cast from fp32 to fp32.
             TRANSFORMERS_VERBOSITY="error",
@@ -73,34 +72,32 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class RemoteHub:
-    """The Hub and the cache that a model or data set named on the command line come from and go to."""
+    """The Hub, cache and token file of the user, for a model or data set that the command line names."""
 
     endpoint: str
     cache: Path
+    token: Path
 
     @staticmethod
     def of_user() -> RemoteHub:
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
         return RemoteHub(
-            os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT), Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+            os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT,
+            Path(os.environ.get("HF_HUB_CACHE") or home / "hub"),
+            Path(os.environ.get("HF_TOKEN_PATH") or home / "token"),
         )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--steps", type=_at_least(WARM_UP_STEPS + 1), default=30, help="training steps of each run")
-    parser.add_argument("--batch", type=_at_least(1), default=24, help="samples a step")
-    parser.add_argument(
-        "--max-length", type=_at_least(2), default=512, help="longest sample in tokens; the rest is cut"
-    )
-    parser.add_argument("--model", help="folder or Hub id of a model to train in place of the small new one")
-    parser.add_argument(
-        "--dataset", help="file, folder or Hub id of texts in place of the standard library's docstrings"
-    )
-    parser.add_argument("--text-column", help="column of --dataset that holds the text (default: text)")
-    parser.add_argument("--learning-rate", type=float, default=None, help="default: 2e-3, or 1e-5 with --model")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--steps", type=_at_least(WARM_UP_STEPS + 1), default=30, help="steps of each run (default: %(default)s)")
+    add("--batch", type=_at_least(1), default=24, help="samples a step (default: %(default)s)")
+    add("--max-length", type=_at_least(2), default=512, help="tokens a sample is cut to (default: %(default)s)")
+    add("--learning-rate", type=float, help="default: 2e-3, or 1e-5 with --model")
+    add("--model", help="folder or Hub id of a model, in place of a small new one")
+    add("--dataset", help="file, folder or Hub id of texts, in place of docstrings")
+    add("--text-column", help="column of --dataset that holds the text (default: text)")
     return parser.parse_args()
 
 
@@ -146,7 +143,9 @@ def publish_build(hub: LoopbackHub) -> tuple[str, str]:
         raise PublishError("build/ holds no CPU variant: run `make build` first")
     size = sum(change.size for change in plan.version_changes) / 1e6
     say("Hub", f"{hub.endpoint} (inside this process)")
-    say("", f"published {project.repo_id}, branch {project.branch}: {', '.join(variants)}, {size:.1f} MB")
+    say("", f"published {project.repo_id}, branch {project.branch}, {size:.1f} MB:")
+    for name in variants:
+        say("", f"  {name}")
     return project.repo_id, cpu[0]
 
 
