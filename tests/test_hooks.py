@@ -270,6 +270,14 @@ def test_stock_attention_is_served_too(reference):
             assert_gradients_equal(gradients, reference("qwen3_5_text")[1])
 
 
+def test_models_that_need_no_hooks_are_left_alone():
+    """Softmax attention of transformers keeps its packs apart by itself; even a cache beside one is its own affair."""
+    model = build("llama", "sdpa").eval()
+    with torch.no_grad():
+        output = model(**pack(), use_cache=True)
+    assert output.past_key_values.get_seq_length() == 35
+
+
 def test_text_packs_of_a_multimodal_model():
     """The wrapper class hands text through to the hybrid inside; its image tower does not mind."""
     text = tiny_models.config("qwen3_5_text").to_dict()

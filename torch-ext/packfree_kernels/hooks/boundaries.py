@@ -227,7 +227,7 @@ def _check_positions(model: Any, op: str, call: Call, cu_seqlens: Tensor, batch:
     attention = guards.attention_name(model)
     if not internals.has_attention(internals.text_config(model)):
         return
-    if not guards.takes_positions(model):
+    if not guards.facts(model).takes_positions:
         must = "be something the model takes: it counts positions through the whole row; use padded batches"
         raise value_error(op, "position_ids", must, "a packed batch")
     if attention not in internals.MASK_ATTENTION:

@@ -3,9 +3,9 @@
 Some models drop the boundary keywords on their way to a layer. What the outermost forward found is therefore also kept
 here, where the hooked functions look when their keywords say nothing.
 
-A ``threading.local`` with class attributes as defaults is what ``torch.compile(fullgraph=True)`` traces; a
-``contextvars.ContextVar`` breaks the graph. Threads matter: data parallel replicas run forward in threads of their own,
-and on a GPU a checkpointed layer is recomputed in a thread of the autograd engine.
+A ``threading.local`` is what ``torch.compile(fullgraph=True)`` traces; a ``contextvars.ContextVar`` breaks the graph.
+Threads matter: data parallel replicas run forward in threads of their own, and on a GPU a checkpointed layer is
+recomputed in a thread of the autograd engine.
 """
 
 import threading
@@ -42,8 +42,11 @@ class Boundaries(NamedTuple):
 
 
 class _Slot(threading.local):
-    inside: bool = False
-    current: Optional[Boundaries] = None
+    def __init__(self) -> None:
+        # Runs once a thread. Class attributes as defaults would not do: dynamo guards that the instance lacks them,
+        # and a compiled forward, which sets them, would break its own guard.
+        self.inside = False
+        self.current: Optional[Boundaries] = None
 
 
 _slot = _Slot()

@@ -75,9 +75,7 @@ def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
         if args:
             raise type_error(name, "arguments after bias", "be keywords in a packed call", f"{len(args)} positional")
         given = _pick(keywords, "activation", "initial_states", "return_final_states")
-        # Under autocast x is bfloat16 and the weight float32; like the stock function, compute in the weight's dtype.
-        y = ours(x.to(weight.dtype), weight, bias, **given, **cuts)
-        return y.to(x.dtype) if isinstance(y, Tensor) else (y[0].to(x.dtype), *y[1:])
+        return ours(x, weight, bias, **given, **cuts)
 
     return causal_conv1d_fn
 

@@ -1,15 +1,54 @@
 """Models that cannot keep packed samples apart, or cannot express their attention in ours, are refused by name."""
 
-from typing import Any, Dict, List, Set, Tuple
+from typing import AbstractSet, Any, Dict, List, NamedTuple, Set, Tuple
 
 from . import internals
 
 # Names under which transformers has registered an attention kernel of this package.
 _our_attention: Set[str] = set()
-# Model class -> whether position_ids reach anything in it. A plain dictionary, because compiled forwards read it.
-_takes_positions: Dict[type, bool] = {}
 # Image or sound towers that went back to transformers' own attention: class name -> its implementation.
 _towers: Dict[str, str] = {}
+
+
+class Facts(NamedTuple):
+    """What the hooks need to know about a kind of model.
+
+    Attributes:
+        takes_positions: position_ids reach the model or a model inside it; BART's kind counts positions itself.
+        mixes_tokens: it calls functions that the hooks replace.
+        leaks: why its packed result would be wrong whatever the hooks do, or an empty string.
+    """
+
+    takes_positions: bool
+    mixes_tokens: bool
+    leaks: str
+
+
+# (class of the model, class of its text config) -> facts. A plain dictionary, because compiled forwards read it.
+_facts: Dict[Tuple[type, type], Facts] = {}
+
+
+def note_model(model: Any, hooked_modules: AbstractSet[str]) -> None:
+    """Gather the facts about ``model``, once for its kind. ``hooked_modules`` names modules with replaced functions."""
+    kind = (type(model), type(internals.text_config(model)))
+    if kind not in _facts:
+        parts = list(model.modules())
+        _facts[kind] = Facts(
+            takes_positions=any(internals.takes_positions(part) for part in parts),
+            mixes_tokens=any(type(part).__module__ in hooked_modules for part in parts),
+            leaks=_found(model, internals.LEAKING_MODELS),
+        )
+
+
+def facts(model: Any) -> Facts:
+    known = _facts.get((type(model), type(internals.text_config(model))))
+    return Facts(takes_positions=True, mixes_tokens=True, leaks="") if known is None else known
+
+
+def concerns(model: Any) -> bool:
+    """Whether a packed forward of ``model`` needs the hooks; what transformers does alone is not interfered with."""
+    known = facts(model)
+    return known.mixes_tokens or bool(known.leaks) or uses_our_attention(model)
 
 
 def attention_name(model: Any) -> str:
@@ -18,16 +57,6 @@ def attention_name(model: Any) -> str:
 
 def uses_our_attention(model: Any) -> bool:
     return attention_name(model) in _our_attention
-
-
-def note_positions(model: Any) -> None:
-    """Remember whether ``model`` or a model inside it takes position_ids; BART's kind counts positions itself."""
-    if type(model) not in _takes_positions:
-        _takes_positions[type(model)] = any(internals.takes_positions(module) for module in model.modules())
-
-
-def takes_positions(model: Any) -> bool:
-    return _takes_positions.get(type(model), True)
 
 
 def note_attention_kernel() -> List[str]:
@@ -44,7 +73,7 @@ def note_attention_kernel() -> List[str]:
 
 def forget() -> None:
     _our_attention.clear()
-    _takes_positions.clear()
+    _facts.clear()
     _towers.clear()
 
 
@@ -63,7 +92,7 @@ def _named(model: Any) -> str:
 
 def refuse_packed(model: Any) -> None:
     """Raises ValueError if packed samples of ``model`` mix where no hook reaches."""
-    reason = _found(model, internals.LEAKING_MODELS)
+    reason = facts(model).leaks
     if reason:
         raise ValueError(
             f"{_named(model)} cannot be trained on packed samples: {reason}. Use padded batches "

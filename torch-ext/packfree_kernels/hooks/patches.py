@@ -6,7 +6,7 @@ Every wrapper passes straight through once the hooks are off, for the case that 
 import functools
 import inspect
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ _active = [False]
 _undo = UndoList()
 # id -> module, so that a module is scanned again only if it is a new one under the old name.
 _scanned: Dict[str, Any] = {}
-# Kept across a removal: the mark on a forward says it is ours, this says which functions were replaced where.
 _hooked_functions: Dict[str, List[str]] = {}
+_hooked_modules: Set[str] = set()
 _stock_attention: Dict[str, Callable] = {}
 _checkpointed: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -62,6 +62,7 @@ def remove() -> None:
     _stock_attention.clear()
     _scanned.clear()
     _hooked_functions.clear()
+    _hooked_modules.clear()
     guards.forget()
 
 
@@ -79,6 +80,7 @@ def _replace_functions() -> None:
             if name in functions.REPLACEMENTS:
                 _undo.replace(module, attribute, functions.replacement(name, value))
                 _hooked_functions.setdefault(name, []).append(module.__name__)
+                _hooked_modules.add(module.__name__)
 
 
 # ---- forward ----
@@ -103,7 +105,9 @@ def _wrap_forward(cls: type) -> None:
             return stock(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             _register_attention()
-            guards.note_positions(self)
+            guards.note_model(self, _hooked_modules)
+        if not guards.concerns(self):
+            return stock(self, *args, **kwargs)
         call = dict(zip(signature.names, args))
         call.update(kwargs)
         found = boundaries.boundaries_of_call(self, call, signature)
@@ -137,7 +141,7 @@ def _post_init(stock: Callable) -> Callable:
                 _wrap_forward(cls)
             _replace_functions()
             _register_attention()
-            guards.note_positions(self)
+            guards.note_model(self, _hooked_modules)
             guards.check_loaded(self)
         stock(self, *args, **kwargs)
 

@@ -1,0 +1,232 @@
+"""Packed training as users run it: Trainer, accumulation, checkpointing, mixed precision, compilation."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+
+from tests.tiny_models import (
+    SETTINGS,
+    alone,
+    assert_gradients_equal,
+    assert_logits_equal,
+    build,
+    load,
+    pack,
+    run,
+    samples,
+)
+
+pytestmark = pytest.mark.usefixtures("kernel")
+
+
+def train(model, directory, lengths, steps, **arguments):
+    """Train ``model`` by Trainer on packs of ``lengths`` with plain SGD; returns it with the gradients of each step."""
+    arguments = TrainingArguments(
+        output_dir=str(directory), max_steps=steps, optim="sgd", learning_rate=1e-2, lr_scheduler_type="constant",
+        max_grad_norm=0.0, report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True,
+        seed=3, data_seed=3, dataloader_drop_last=False, **arguments,
+    )  # fmt: skip
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=samples(lengths),
+        eval_dataset=samples(lengths, seed=2),
+        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
+    )
+    trainer.add_callback(recorder := GradientRecorder())
+    trainer.train()
+    return trainer, recorder.gradients
+
+
+class GradientRecorder(TrainerCallback):
+    def __init__(self):
+        self.gradients = []
+
+    def on_pre_optimizer_step(self, *_, model=None, **__):
+        self.gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def padded_batch(lengths):
+    rows = [torch.tensor(sample["input_ids"]) for sample in samples(lengths)]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+def test_loss_and_gradients_equal_the_padded_batch_c41(model_type, tmp_path):
+    """C41: two accumulated packs; the loss is the sum over 3 + 4 targets divided by 7, and so are the gradients."""
+    stock = build(model_type, "eager").train()
+    batch = padded_batch([4, 5])
+    loss = torch.nn.functional.cross_entropy(
+        stock(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].flatten(0, 1),
+        batch["labels"][:, 1:].flatten(),
+        ignore_index=-100,
+        reduction="sum",
+    ) / 7  # fmt: skip
+    loss.backward()
+
+    one_pack = load(model_type).train()
+    collated = DataCollatorWithFlattening()(samples([4, 5]), return_tensors="pt")
+    packed_loss = one_pack(**collated).loss
+    assert abs(packed_loss.item() - loss.item()) < 1e-5 * loss.item()
+
+    trainer, gradients = train(
+        load(model_type), tmp_path, [4, 5], 1, per_device_train_batch_size=1, gradient_accumulation_steps=2
+    )
+    assert abs(losses(trainer)[0] - loss.item()) < 1e-4 * loss.item()  # logged with four digits
+    assert_gradients_equal(gradients[0], {name: parameter.grad for name, parameter in stock.named_parameters()})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+def test_trainer_with_checkpointing(model_type, tmp_path):
+    """Trainer's three ways of checkpointing give the same gradients in each step, with evaluation in between."""
+    results = {}
+    for use_reentrant in (None, False, True):
+        checkpointing = {}
+        if use_reentrant is not None:
+            checkpointing["gradient_checkpointing"] = True
+            checkpointing["gradient_checkpointing_kwargs"] = {"use_reentrant": use_reentrant}
+        _, results[use_reentrant] = train(
+            load(model_type), tmp_path, [5, 9, 17, 3, 8, 2], 3, per_device_train_batch_size=3,
+            eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2, **checkpointing,
+        )  # fmt: skip
+        assert len(results[use_reentrant]) == 3
+    for use_reentrant in (False, True):
+        for got, expected in zip(results[use_reentrant], results[None]):
+            assert_gradients_equal(got, expected)
+
+
+def test_bfloat16_autocast():
+    """Mixed precision: float32 weights, bfloat16 activations, float32 decay; close to the samples alone."""
+    for model_type in ("llama", "qwen3_5_text", "lfm2"):
+        model, stock = load(model_type).train(), build(model_type, "eager").train()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, gradients = run(model, [pack(model_type, "seq_idx")])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected, expected_gradients = run(stock, alone())
+        exact, exact_gradients = run(build(model_type, "eager").train(), alone())
+        # Both round; ours may be as far from the float32 run as twice what stock is.
+        assert (logits - exact).norm() <= 2 * (expected - exact).norm()
+        for name, gradient in exact_gradients.items():
+            ours, theirs = (gradients[name] - gradient).norm(), (expected_gradients[name] - gradient).norm()
+            assert ours <= 2 * theirs + 1e-2 * gradient.norm(), name
+
+
+class Forgetful(torch.nn.Module):
+    """A layer that gets no boundary keywords, as where a model or a wrapper drops them."""
+
+    def __init__(self, layer, recompute):
+        super().__init__()
+        self.layer = layer
+        self.recompute = recompute
+
+    def forward(self, hidden_states, **kwargs):
+        dropped = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
+        kept = {name: value for name, value in kwargs.items() if name not in dropped}
+        if self.recompute is None:
+            return self.layer(hidden_states, **kept)
+        run_layer = lambda hidden: self.layer(hidden, **kept)  # noqa: E731
+        return checkpoint(run_layer, hidden_states, use_reentrant=self.recompute)
+
+
+def run_forgetful(model, batches):
+    logits, gradients = run(model, batches)
+    return logits, {name.replace(".layer.", "."): gradient for name, gradient in gradients.items()}
+
+
+def forgetful(model_type, recompute=None):
+    model = load(model_type).train()
+    layers = model.model.layers
+    for index in range(len(layers)):
+        layers[index] = Forgetful(layers[index], recompute)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+def test_model_that_drops_the_keywords(model_type):
+    """The context stands in for lost keywords, in the forward and in transformers' own recompute."""
+    expected = run(build(model_type, "eager").train(), alone())
+    for use_reentrant in (None, False, True):
+        model = forgetful(model_type)
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        for setting in SETTINGS:
+            logits, gradients = run_forgetful(model, [pack(model_type, setting)])
+            assert_logits_equal(logits, expected[0])
+            assert_gradients_equal(gradients, expected[1])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "lfm2"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_boundaries_lost_in_a_recompute_are_an_error(model_type, use_reentrant):
+    """A checkpoint wrapper from elsewhere around layers without keywords: an error, never a guess."""
+    model = forgetful(model_type, recompute=use_reentrant)
+    model.enable_input_require_grads()
+    loss = model(**pack(model_type)).logits.square().sum()
+    with pytest.raises(RuntimeError, match="not known in its recompute.*gradient_checkpointing_enable"):
+        loss.backward()
+    # The same wrapper around an unpacked batch of the same shape is fine.
+    batch = dict(input_ids=pack(model_type)["input_ids"], use_cache=False)
+    _, gradients = run_forgetful(model, [batch])
+    _, expected = run(build(model_type, "eager").train(), [batch])
+    assert_gradients_equal(gradients, expected)
+
+
+def test_context_is_left_after_an_error():
+    """A forward that raises must not leave its boundaries behind for the next one."""
+    model = load("lfm2").eval()
+    with pytest.raises(IndexError):
+        model(**{**pack(), "input_ids": torch.full((1, 35), 10_000)})
+    with torch.no_grad():
+        batch = alone()[2]
+        assert_logits_equal(model(**batch).logits, build("lfm2", "eager").eval()(**batch).logits)
+
+
+@pytest.mark.parametrize(
+    "model_type, setting, most_graphs",
+    [("llama", "position_ids", 1), ("qwen3_5_text", "position_ids", 1), ("lfm2", "seq_idx", 2)],
+)
+def test_compiled_without_a_graph_break(model_type, setting, most_graphs):
+    """fullgraph=True, float32, training, equal to eager; a new number of samples in the row needs no new graph.
+
+    With cu_seq_lens one more is made where their number changes for the first time and turns dynamic.
+    """
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    model = load(model_type).train()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for lengths in ([5, 9, 17, 3], [12, 12, 10], [4, 6, 6, 6, 6, 6]):
+        batch = pack(model_type, setting, lengths)
+        logits, gradients = run(compiled, [batch])
+        expected_logits, expected_gradients = run(model, [batch])
+        assert_logits_equal(logits, expected_logits)
+        gradients = {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients.items()}
+        assert_gradients_equal(gradients, expected_gradients)
+    assert len(graphs) <= most_graphs
+
+
+def test_compiled_checks_what_it_cannot_read():
+    """What eager mode refuses by value is checked inside the graph."""
+    torch._dynamo.reset()
+    model = torch.compile(load("llama").eval(), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        ones = pack(attention_mask=torch.ones(1, 35, dtype=torch.long))
+        assert_logits_equal(model(**ones).logits, model._orig_mod(**ones).logits)
+        zeros = {**ones, "attention_mask": ones["attention_mask"].clone()}
+        zeros["attention_mask"][0, -1] = 0
+        with pytest.raises(RuntimeError, match="attention_mask must mask nothing"):
+            model(**zeros)
+        hybrid = torch.compile(build("lfm2", "eager").eval(), fullgraph=True, backend="eager")
+        with pytest.raises(RuntimeError, match="position_ids must not pack samples"):
+            hybrid(**pack(), use_cache=True)
