@@ -2,11 +2,14 @@
 
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func
 
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "cpu_tier",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
 ]
 
 

@@ -109,7 +109,8 @@ constexpr int kTileRows = 6;
 constexpr int kTileRegisters = PACKFREE_TIER >= 2 ? 4 : 2;
 
 // c[0:kRows, 0:kRegisters*L] (op)= a b. a(i, k) lies at a[i * row_a + k * col_a]. Every element sums over k in rising
-// order with one MulAdd a step, so its bits do not depend on which register tile it falls into.
+// order with one MulAdd a step, so its bits do not depend on which register tile it falls into. The product is summed
+// from 0 and meets the target once, so a target that many products go into keeps the rounding of a blocked sum.
 template <class Acc, Into kInto, int kRows, int kRegisters>
 inline __attribute__((noinline)) void MultiplyRegisters(int64_t depth, const Acc* a, int64_t row_a, int64_t col_a,
                                                         const Acc* b, int64_t ldb, Acc* c, int64_t ldc) {
@@ -118,17 +119,14 @@ inline __attribute__((noinline)) void MultiplyRegisters(int64_t depth, const Acc
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < kRegisters; ++j) {
-      sum[i][j] = kInto == Into::kOverwrite ? Zero<Acc>() : Load<Acc>(c + i * ldc + j * L);
-    }
+    for (int j = 0; j < kRegisters; ++j) sum[i][j] = Zero<Acc>();
   for (int64_t k = 0; k < depth; ++k) {
     Vec<Acc> right[kRegisters];
 #pragma GCC unroll 8
     for (int j = 0; j < kRegisters; ++j) right[j] = Load<Acc>(b + k * ldb + j * L);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const Acc value = a[i * row_a + k * col_a];
-      const Vec<Acc> left = Set<Acc>(kInto == Into::kSubtract ? -value : value);
+      const Vec<Acc> left = Set<Acc>(a[i * row_a + k * col_a]);
 #pragma GCC unroll 8
       for (int j = 0; j < kRegisters; ++j) sum[i][j] = MulAdd(left, right[j], sum[i][j]);
     }
@@ -136,7 +134,12 @@ inline __attribute__((noinline)) void MultiplyRegisters(int64_t depth, const Acc
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < kRegisters; ++j) Store(c + i * ldc + j * L, sum[i][j]);
+    for (int j = 0; j < kRegisters; ++j) {
+      Acc* target = c + i * ldc + j * L;
+      if constexpr (kInto == Into::kAdd) sum[i][j] = Load<Acc>(target) + sum[i][j];
+      if constexpr (kInto == Into::kSubtract) sum[i][j] = Load<Acc>(target) - sum[i][j];
+      Store(target, sum[i][j]);
+    }
 }
 
 template <class Acc, Into kInto, int kRegisters>

@@ -1,0 +1,166 @@
+// Softmax attention over packed sequences on the CPU: arguments and entry points.
+// Letters: H query heads, HK key/value heads (H a multiple of HK, group = H / HK), K key dim, V value dim.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtypes.h"
+#include "common/packing.h"
+#include "cpu/simd/tier.h"
+
+namespace packfree {
+
+// A tensor [tokens, heads, dim] whose last axis is contiguous. Strides in elements.
+struct HeadRows {
+  const void* data;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+struct AttentionArgs {
+  Tier tier;
+  Dtype dtype;          // of q, k, v, out, dout, dq, dk, dv
+  PackingView queries;  // Tq tokens
+  PackingView keys;     // Tk tokens, as many sequences as `queries`
+  int64_t H, HK, K, V;
+  HeadRows q;             // [Tq, H, K]
+  HeadRows k;             // [Tk, HK, K]
+  HeadRows v;             // [Tk, HK, V]
+  const void* s_aux;      // [H] accumulation type, null: no sinks
+  double softmax_scale;   // > 0 or not: any finite number
+  double softcap;         // 0: off
+  int64_t window_left;    // keys before the aligned one that a query sees, -1: all
+  int64_t window_right;   // keys after it, -1: all. Causal is 0.
+  double dropout_p;       // in [0, 1)
+  uint64_t dropout_seed;  // only read if dropout_p > 0
+};
+
+struct AttentionForwardArgs : AttentionArgs {
+  void* out;  // [Tq, H, V] contiguous
+  void* lse;  // [H, Tq] accumulation type: log of the softmax's denominator; null: not wanted
+};
+
+struct AttentionBackwardArgs : AttentionArgs {
+  HeadRows dout;     // [Tq, H, V]
+  HeadRows out;      // [Tq, H, V]
+  const void* lse;   // [H, Tq] accumulation type, from the forward
+  const void* dlse;  // [H, Tq] accumulation type, null: zero
+  void* dq;          // [Tq, H, K] contiguous
+  void* dk;          // [Tk, HK, K] contiguous
+  void* dv;          // [Tk, HK, V] contiguous
+  void* ds_aux;      // [H] accumulation type, null: not wanted
+};
+
+void flash_attn_varlen_fwd_cpu(const AttentionForwardArgs& args);
+void flash_attn_varlen_bwd_cpu(const AttentionBackwardArgs& args);
+
+// ---- how the work is cut ---------------------------------------------------------------------------------------
+
+// The query rows that share a key/value head, token after token and head after head inside a token, are cut into tiles
+// of kTileColumns; row m is query token m / group of head kv_head * group + m % group. With several heads in a group a
+// tile spans few tokens, so little of it lies above a causal diagonal, and short sequences still fill it.
+constexpr int64_t kTileColumns = 64;
+// Keys are visited in blocks that start at multiples of this number from their sequence's first key.
+constexpr int64_t kKeyBlock = 64;
+// The backward owns dk and dv by ranges of this many keys (less for wide heads, so that a range stays in the L2 cache).
+// Only sequences with more keys need more than one range, and with it the exchange of dq partials.
+constexpr int64_t kKeyRange = 512;
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// A head dim rounded up to whole registers of the widest tier.
+inline int64_t PaddedDim(int64_t dim) { return CeilDiv(dim, 16) * 16; }
+
+// Half-open range of keys, counted from the sequence's first key.
+struct KeySpan {
+  int64_t begin;
+  int64_t end;
+};
+
+// The keys that query `i` of a sequence sees. The last query is aligned with the last key. Both ends never fall as i
+// rises.
+inline KeySpan VisibleKeys(const AttentionArgs& args, int64_t query_length, int64_t key_length, int64_t i) {
+  const int64_t aligned = i + key_length - query_length;
+  int64_t begin = args.window_left < 0 ? 0 : aligned - args.window_left;
+  int64_t end = args.window_right < 0 ? key_length : aligned + args.window_right + 1;
+  begin = begin < 0 ? 0 : begin > key_length ? key_length : begin;
+  end = end < begin ? begin : end > key_length ? key_length : end;
+  return {begin, end};
+}
+
+// Query tiles of one sequence and one key/value head.
+inline int64_t TileCount(const AttentionArgs& args, int64_t sequence) {
+  return CeilDiv(args.queries.length(sequence) * (args.H / args.HK), kTileColumns);
+}
+
+// A forward work item: query tiles [tile_begin, tile_end) of a sequence and key/value head. They are done together so
+// that a block of keys is widened once for all of them; each tile's arithmetic is its own.
+struct QueryUnit {
+  int64_t sequence;
+  int64_t kv_head;
+  int64_t tile_begin;
+  int64_t tile_end;
+};
+
+// A backward work item: dk and dv of one key range, and that range's part of dq of every query tile that sees it.
+struct KeyUnit {
+  int64_t sequence;
+  int64_t kv_head;
+  int64_t range;         // index of the key range
+  int64_t first_state;   // index of the first tile's entry in the arrays below; -1: the sequence has a single range
+};
+
+// dq of a sequence with several key ranges is summed range after range, in rising order. `arrived[tile]` counts the
+// ranges that have added their part; `partial[tile]` holds the sum so far. A unit waits for the ranges before its own,
+// which were handed out earlier.
+struct QueryGradientExchange {
+  int32_t* arrived;  // [tiles of such sequences]
+  void* partial;     // [tiles of such sequences, K, kTileColumns] accumulation type
+};
+
+inline int64_t KeyRange(const AttentionArgs& args) {
+  const int64_t dims = PaddedDim(args.K) + PaddedDim(args.V);
+  return dims <= 256 ? kKeyRange : dims <= 512 ? kKeyRange / 2 : kKeyRange / 4;
+}
+inline int64_t TilesPerUnit(const AttentionArgs& args) {
+  const int64_t tiles = 4096 / (PaddedDim(args.K) + PaddedDim(args.V));
+  return tiles < 2 ? 2 : tiles > 16 ? 16 : tiles;
+}
+
+// Scratch of one worker, in elements of the accumulation type. Offsets are multiples of 16 elements.
+struct ForwardScratch {
+  int64_t keys, values, scores, rows, column_info, tiles, tile_size, total;
+  explicit ForwardScratch(const AttentionArgs& args) {
+    const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
+    const int64_t widest = key_dim > value_dim ? key_dim : value_dim;
+    keys = 0;                                        // [kKeyBlock, key_dim]
+    values = keys + kKeyBlock * key_dim;             // [kKeyBlock, value_dim]
+    scores = values + kKeyBlock * value_dim;         // [kKeyBlock, kTileColumns]
+    rows = scores + kKeyBlock * kTileColumns;        // [kTileColumns, widest]: a tile on its way in or out
+    tiles = rows + kTileColumns * widest;            // per tile of the unit:
+    column_info = (key_dim + value_dim) * kTileColumns;  //   qt [key_dim, kTileColumns], ot [value_dim, kTileColumns]
+    tile_size = column_info + 6 * kTileColumns;          //   max, sum, key bounds and dropout keys of each column
+    total = tiles + TilesPerUnit(args) * tile_size;
+  }
+};
+
+struct BackwardScratch {
+  int64_t keys, values, dkeys, dvalues, scores, dscores, q_rows, dout_rows, qt, doutt, dqt, column_info, total;
+  explicit BackwardScratch(const AttentionArgs& args) {
+    const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V), range = KeyRange(args);
+    keys = 0;                                         // [range, key_dim]
+    values = keys + range * key_dim;                  // [range, value_dim]
+    dkeys = values + range * value_dim;               // [range, key_dim]
+    dvalues = dkeys + range * key_dim;                // [range, value_dim]
+    scores = dvalues + range * value_dim;             // [kKeyBlock, kTileColumns]
+    dscores = scores + kKeyBlock * kTileColumns;      // [kKeyBlock, kTileColumns]
+    q_rows = dscores + kKeyBlock * kTileColumns;      // [kTileColumns, key_dim]
+    dout_rows = q_rows + kTileColumns * key_dim;      // [kTileColumns, value_dim]
+    qt = dout_rows + kTileColumns * value_dim;        // [key_dim, kTileColumns]
+    doutt = qt + kTileColumns * key_dim;              // [value_dim, kTileColumns]
+    dqt = doutt + kTileColumns * value_dim;           // [key_dim, kTileColumns]
+    column_info = dqt + kTileColumns * key_dim;       // lse, delta, key bounds and dropout keys of each column
+    total = column_info + 6 * kTileColumns;
+  }
+};
+
+}  // namespace packfree

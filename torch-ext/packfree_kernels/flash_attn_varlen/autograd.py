@@ -1,0 +1,84 @@
+"""Shapes and gradient formula of the attention ops.
+
+The forward keeps its inputs, its output and the log-sum-exp of each row; the backward recomputes the probabilities from
+them block by block. A gradient of the log-sum-exp is honoured: it enters where delta = sum(dout * out) does.
+"""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix, ops
+
+
+def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake(add_op_namespace_prefix("flash_attn_varlen_fwd"))
+def _fwd_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    s_aux: Optional[Tensor],
+    seed: Optional[Tensor],
+    dropout_p: float,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> Tuple[Tensor, Tensor]:
+    tokens, heads = q.shape[0], q.shape[1]
+    out = q.new_empty((tokens, heads, v.shape[2]))
+    lse = q.new_empty((heads, tokens), dtype=_accumulation_dtype(q))
+    return out, lse
+
+
+@torch.library.register_fake(add_op_namespace_prefix("flash_attn_varlen_bwd"))
+def _bwd_fake(
+    dout: Tensor,
+    dlse: Optional[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    s_aux: Optional[Tensor],
+    seed: Optional[Tensor],
+    dropout_p: float,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    ds_aux = q.new_empty((q.shape[1] if s_aux is not None else 0,), dtype=_accumulation_dtype(q))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), ds_aux
+
+
+def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, seed, *settings = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, s_aux, seed)
+    ctx.settings = settings
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, seed = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 12
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, ds_aux = ops.flash_attn_varlen_bwd(
+        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, seed, *ctx.settings
+    )
+    return (dq, dk, dv, None, None, ds_aux if s_aux is not None else None) + (None,) * 6
+
+
+torch.library.register_autograd(
+    add_op_namespace_prefix("flash_attn_varlen_fwd"), _backward, setup_context=_setup_context
+)
