@@ -1,2 +1,3 @@
 // Every op family, one line each. The name X stands for bindings/X.cpp with define_X and implement_X_cpu.
 PACKFREE_OP(causal_conv1d)
+PACKFREE_OP(gated_delta_rule)

@@ -2,11 +2,14 @@
 
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "chunk_gated_delta_rule",
     "cpu_tier",
+    "fused_recurrent_gated_delta_rule",
 ]
 
 
