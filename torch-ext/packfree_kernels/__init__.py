@@ -3,13 +3,21 @@
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func
+from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from .hooks import hooks_status, install_hooks, remove_hooks
+from .hooks import install_on_import as _install_hooks_on_import
 
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "chunk_gated_delta_rule",
     "cpu_tier",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "fused_recurrent_gated_delta_rule",
+    "hooks_status",
+    "install_hooks",
+    "remove_hooks",
 ]
 
 
@@ -23,3 +31,6 @@ def cpu_tier() -> str:
     if tier.startswith("error:"):
         raise RuntimeError(tier[len("error:") :].strip())
     return tier
+
+
+_install_hooks_on_import()

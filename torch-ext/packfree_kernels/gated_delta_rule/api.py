@@ -1,0 +1,222 @@
+"""Gated delta rule (Gated DeltaNet) on packed sequences."""
+
+import math
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._checks import FLOAT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .._ops import ops
+from ..packing import Boundaries, Packing, resolve_packing
+from . import autograd  # noqa: F401  registers fakes and gradients
+
+_MAX_HEAD_DIM = 256
+_DTYPES = FLOAT_DTYPES + (torch.float64,)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Optional[Boundaries] = None,
+    *,
+    seq_idx: Optional[Tensor] = None,
+    position_ids: Optional[Tensor] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """Linear attention whose state decays by ``exp(g)`` and is corrected towards ``v`` at ``k``, chunk by chunk.
+
+    Formula (one value head, state ``S`` ``[K, V]``)::
+
+        u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t)
+        S_t = exp(g_t) S_{t-1} + k_t u_t^T
+        o_t = scale S_t^T q_t
+
+    Each sequence starts from its initial state (or 0) and never sees another one's tokens.
+
+    Args:
+        q: queries ``[B, T, H, K]``, fp32, bf16 or fp16 (fp64 runs too, in plain scalar code).
+        k: keys ``[B, T, H, K]``, q's dtype.
+        v: values ``[B, T, HV, V]``, q's dtype. HV is a multiple of H; value head ``h`` reads key head
+            ``h // (HV / H)``. K and V are 1 to 256.
+        g: log-decay ``[B, T, HV]``, any floating dtype, computed with in fp32. Normally <= 0; positive values grow the
+            state and are taken as they are.
+        beta: strength of the correction ``[B, T, HV]``, any floating dtype.
+        scale: factor of q; ``K ** -0.5`` if None.
+        initial_state: ``[N, HV, K, V]``, one state a sequence (B states without boundaries), any floating dtype. Rows
+            are the key axis.
+        output_final_state: whether to return the states after each sequence's last token.
+        use_qk_l2norm_in_kernel: divide each row of q and k by ``sqrt(|x|^2 + 1e-6)`` first, in fp32.
+        cu_seqlens: offsets ``[N + 1]`` of the sequences packed in one row (B = 1), int32, int64 or a list of ints.
+        seq_idx: labels ``[B, T]`` that never decrease along a row; negative labels are tail padding.
+        position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used if neither of the above is given.
+            Without any boundaries each row is one sequence. Under ``torch.compile`` boundaries made from labels or
+            positions stand for ``B * T`` sequences, most of them empty; states then need ``cu_seqlens``.
+
+    Returns:
+        ``o`` ``[B, T, HV, V]`` in q's dtype, exactly 0 at padding tokens, and the final states ``[N, HV, K, V]`` in fp32
+        (fp64 for fp64 inputs) or None. An empty sequence returns its initial state.
+
+    Precision: products, sums and states in fp32, whatever the input dtype.
+    Gradients: of q, k, v, g, beta and initial_state, from both outputs, each in its tensor's dtype. Saved for the
+    backward pass: the inputs only.
+    Determinism: a sequence's results and gradients are the same bits packed or alone, on any number of threads.
+    Devices: CPU.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of a dtype not named above.
+        ValueError: shapes that do not fit, a head dim above 256, HV no multiple of H, a state of another shape or
+            number, a tensor on another device, or malformed boundaries.
+
+    Example:
+        >>> # two samples of 5 and 8 tokens in one row
+        >>> o, state = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=[0, 5, 13], output_final_state=True)
+        >>> state.shape  # [2, HV, K, V]
+
+    Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024); argument order of
+    flash-linear-attention's function of this name. Derivation of both passes: README.md in this folder.
+    """
+    return _call(
+        "chunk_gated_delta_rule", ops.gated_delta_rule_fwd, q, k, v, g, beta, scale, initial_state,
+        output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Optional[Boundaries] = None,
+    *,
+    seq_idx: Optional[Tensor] = None,
+    position_ids: Optional[Tensor] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """What :func:`chunk_gated_delta_rule` computes, token by token: for decoding, where sequences have few tokens.
+
+    Arguments, results and errors are those of :func:`chunk_gated_delta_rule`; the two differ by rounding only. Forward
+    only.
+
+    Raises:
+        NotImplementedError: in the backward pass; call :func:`chunk_gated_delta_rule` to train.
+    """
+    return _call(
+        "fused_recurrent_gated_delta_rule", ops.gated_delta_rule_recurrent_fwd, q, k, v, g, beta, scale, initial_state,
+        output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
+    )  # fmt: skip
+
+
+def _call(
+    op: str,
+    kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: Optional[float],
+    initial_state: Optional[Tensor],
+    output_final_state: bool,
+    l2norm: bool,
+    cu_seqlens: Optional[Boundaries],
+    seq_idx: Optional[Tensor],
+    position_ids: Optional[Tensor],
+) -> Tuple[Tensor, Optional[Tensor]]:
+    _check_tokens(op, q, k, v, g, beta)
+    batch, length, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    packing = resolve_packing(op, batch, length, q.device, cu_seqlens, seq_idx, position_ids)
+    scale = _checked_scale(op, scale, key_dim)
+    state_dtype = torch.promote_types(q.dtype, torch.float32)
+    if initial_state is not None:
+        initial_state = _spread_states(op, initial_state, packing, (value_heads, key_dim, value_dim), q)
+        initial_state = initial_state.to(state_dtype)
+    o, final_state = kernel(
+        q.reshape(packing.tokens, key_heads, key_dim),
+        k.reshape(packing.tokens, key_heads, key_dim),
+        v.reshape(packing.tokens, value_heads, value_dim),
+        g.reshape(packing.tokens, value_heads).to(state_dtype),
+        beta.reshape(packing.tokens, value_heads).to(state_dtype),
+        packing.cu_seqlens,
+        initial_state,
+        scale,
+        bool(l2norm),
+        bool(output_final_state),
+    )
+    if packing.live is not None:
+        o = torch.where(packing.live[:, None, None], o, 0)
+    o = o.reshape(batch, length, value_heads, value_dim)
+    if not output_final_state:
+        return o, None
+    return o, final_state if packing.states is None else final_state[packing.states]
+
+
+def _check_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Everything about the five token tensors."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(op, name, tensor, 4)
+        check_dtype(op, name, tensor, _DTYPES)
+        if tensor.dtype != q.dtype:
+            raise type_error(op, name, f"have q's dtype {_name(q.dtype)}", _name(tensor.dtype))
+        check_same_device(op, name, tensor, q.device)
+    for name, tensor in (("g", g), ("beta", beta)):
+        check_tensor(op, name, tensor, 3)
+        check_dtype(op, name, tensor, _DTYPES)
+        check_same_device(op, name, tensor, q.device)
+    if q.device.type not in ("cpu", "meta"):
+        raise value_error(op, "q", "be on a CPU", q.device)
+    batch, length, key_heads, key_dim = q.shape
+    if key_heads < 1 or not 1 <= key_dim <= _MAX_HEAD_DIM:
+        raise value_error(op, "q", f"have at least one head and a head_dim of 1 to {_MAX_HEAD_DIM}", tuple(q.shape))
+    check_shape(op, "k", k, q.shape, "[B, T, H, K]")
+    value_heads, value_dim = v.shape[2:]
+    if v.shape[:2] != q.shape[:2]:
+        raise value_error(op, "v", f"have shape [B, T, HV, V] with B, T = {(batch, length)}", tuple(v.shape))
+    if value_heads < 1 or value_heads % key_heads != 0:
+        raise value_error(op, "v", f"have a num_heads that is a multiple of q's {key_heads}", value_heads)
+    if not 1 <= value_dim <= _MAX_HEAD_DIM:
+        raise value_error(op, "v", f"have a head_dim of 1 to {_MAX_HEAD_DIM}", value_dim)
+    check_shape(op, "g", g, (batch, length, value_heads), "[B, T, HV]")
+    check_shape(op, "beta", beta, (batch, length, value_heads), "[B, T, HV]")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def _checked_scale(op: str, scale: Optional[float], key_dim: int) -> float:
+    if scale is None:
+        return key_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise type_error(op, "scale", "be a number or None", repr(scale))
+    if not math.isfinite(scale):
+        raise value_error(op, "scale", "be finite", scale)
+    return float(scale)
+
+
+def _spread_states(op: str, initial_state: Tensor, packing: Packing, shape: Tuple[int, int, int], q: Tensor) -> Tensor:
+    """The checked initial states, with zeros for the padding stretches that the packing counts as sequences."""
+    check_tensor(op, "initial_state", initial_state, 4)
+    check_dtype(op, "initial_state", initial_state, _DTYPES)
+    check_same_device(op, "initial_state", initial_state, q.device)
+    if packing.live is not None and packing.states is None:
+        raise value_error(
+            op, "initial_state", "come with cu_seqlens where the number of sequences cannot be read", "seq_idx"
+        )
+    sequences = packing.num_sequences if packing.states is None else packing.states.shape[0]
+    check_shape(op, "initial_state", initial_state, (sequences,) + shape, "[N, HV, K, V]")
+    if packing.states is None:
+        return initial_state
+    spread = initial_state.new_zeros((packing.num_sequences,) + shape)
+    return spread.index_copy(0, packing.states, initial_state)
