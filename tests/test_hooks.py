@@ -8,13 +8,9 @@ import copy
 
 import pytest
 import torch
-import transformers
 from transformers import DataCollatorWithPadding
-from transformers.integrations.hub_kernels import allow_all_hub_kernels
 
-from tests import tiny_models
 from tests.tiny_models import (
-    NAME,
     SERVED,
     SETTINGS,
     alone,
@@ -276,29 +272,3 @@ def test_models_that_need_no_hooks_are_left_alone():
     with torch.no_grad():
         output = model(**pack(), use_cache=True)
     assert output.past_key_values.get_seq_length() == 35
-
-
-def test_text_packs_of_a_multimodal_model():
-    """The wrapper class hands text through to the hybrid inside; its image tower does not mind."""
-    text = tiny_models.config("qwen3_5_text").to_dict()
-    vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=32)
-    tokens = dict(image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123)
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
-
-    def make(attention):
-        torch.manual_seed(0)
-        model = transformers.Qwen3_5ForConditionalGeneration._from_config(
-            copy.deepcopy(config), attn_implementation=attention
-        )
-        return tiny_models.redraw(model).eval()
-
-    with allow_all_hub_kernels():
-        model = make(NAME)
-    stock = make("eager")
-    with torch.no_grad():
-        expected = torch.cat([stock(**sample).logits[0] for sample in alone()])
-        for setting in SETTINGS:
-            assert_logits_equal(model(**pack(setting=setting)).logits[0], expected)
-        batch = pack()
-        batch["position_ids"] = batch["position_ids"].expand(3, -1, -1).contiguous()
-        assert_logits_equal(model(**batch).logits[0], expected)

@@ -1,7 +1,14 @@
 """Packed training as users run it: Trainer, accumulation, checkpointing, mixed precision, compilation."""
 
+import functools
+
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
@@ -160,6 +167,22 @@ def test_model_that_drops_the_keywords(model_type):
             logits, gradients = run_forgetful(model, [pack(model_type, setting)])
             assert_logits_equal(logits, expected[0])
             assert_gradients_equal(gradients, expected[1])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("implementation", CheckpointImpl)
+def test_checkpoint_wrapper_of_sharded_training(model_type, implementation):
+    """torch's wrapper, which FSDP and accelerate put around layers, hands the boundary keywords to the recompute."""
+    model = load(model_type).train()
+    model.enable_input_require_grads()
+    expected = run(model, [pack(model_type)])
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=implementation)
+    layer = type(model.model.layers[0])
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda part: type(part) is layer)
+    logits, gradients = run(model, [pack(model_type)])
+    assert_logits_equal(logits, expected[0])
+    gradients = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients.items()}
+    assert_gradients_equal(gradients, expected[1])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "lfm2"])

@@ -76,4 +76,10 @@ def kernel_id() -> Optional[str]:
 
 def cpu_tier() -> Optional[str]:
     ask = getattr(importlib.import_module("..", __package__), "cpu_tier", None)
-    return None if ask is None else ask()
+    if ask is None:
+        return None
+    try:
+        return ask()
+    except RuntimeError as error:
+        # A wrong PACKFREE_CPU_TIER is an error of the calls that compute, not of asking how things stand.
+        return f"none ({error})"
