@@ -40,7 +40,8 @@ def reference():
 
     def of(model_type):
         if model_type not in known:
-            known[model_type] = run(build(model_type, "eager").train(), alone())
+            with torch.enable_grad():
+                known[model_type] = run(build(model_type, "eager").train(), alone())
         return known[model_type]
 
     return of
