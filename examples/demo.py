@@ -91,7 +91,7 @@ class RemoteHub:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--steps", type=_at_least(WARM_UP_STEPS + 1), default=30, help="steps of each run (default: %(default)s)")
+    add("--steps", type=_at_least(WARM_UP_STEPS + 1), default=20, help="steps of each run (default: %(default)s)")
     add("--batch", type=_at_least(1), default=24, help="samples a step (default: %(default)s)")
     add("--max-length", type=_at_least(2), default=512, help="tokens a sample is cut to (default: %(default)s)")
     add("--learning-rate", type=float, help="default: 2e-3, or 1e-5 with --model")
