@@ -35,8 +35,8 @@ SEED = 1
 # Steps left out of the speed: the first ones allocate memory and warm caches, in both runs alike.
 WARM_UP_STEPS = 2
 
-# Variables that would lead away from the demo's own Hub, folder and hooks. The last three make kernels 0.17.2 send a header
-# that the HTTP client refuses ("Illegal header value"); here every request stays on this machine anyway.
+# Variables that would lead away from the demo's own Hub, folder and hooks. The last three make kernels 0.17.2 send a
+# header that the HTTP client refuses ("Illegal header value"); here every request stays on this machine anyway.
 DROPPED_VARIABLES = (
     "HF_HUB_CACHE",
     "HUGGINGFACE_HUB_CACHE",
