@@ -22,7 +22,7 @@ __all__ = [
 
 
 def cpu_tier() -> str:
-    """Name of the instruction-set tier that serves CPU calls: scalar, avx2, avx512 or avx512_bf16.
+    """Name of the instruction-set tier that serves CPU calls: scalar, avx2, avx512, avx512_bf16 or amx.
 
     Raises:
         RuntimeError: ``PACKFREE_CPU_TIER`` is set to something else, or to a tier that this CPU lacks.
