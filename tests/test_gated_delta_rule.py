@@ -36,7 +36,7 @@ CASES = [
     Case("fast decay", decay=5.0),
     Case("growing state", decay=-0.01),
     # Without l2norm: it would make all keys of one element +1 or -1 and the gradients of q and k nothing but rounding.
-    Case("head dims of one", value_heads=1, key_dim=1, value_dim=1, l2norm=False),
+    Case("head dims of one", key_heads=4, value_heads=8, key_dim=1, value_dim=1, l2norm=False),
     Case("odd head dims", value_heads=1, key_dim=37, value_dim=19),
     Case("two key heads of three", key_heads=2, value_heads=6, key_dim=8, value_dim=8),
 ]
@@ -46,7 +46,7 @@ def make_inputs(case: Case, pack: Pack, dtype: torch.dtype):
     """Leaves of ``chunk_gated_delta_rule`` by argument name."""
     wide = torch.promote_types(dtype, torch.float32)
     T, H, HV, K, V = pack.tokens, case.key_heads, case.value_heads, case.key_dim, case.value_dim
-    size = 1.0 if case.l2norm else 0.5 * K**-0.5  # keys longer than 1 make the recurrence unstable
+    size = 1.0 if case.l2norm else 0.25 * K**-0.5  # keys longer than 1 make the recurrence unstable
     inputs = {
         "q": (torch.randn(1, T, H, K) * size).to(dtype),
         "k": (torch.randn(1, T, H, K) * size).to(dtype),
@@ -116,7 +116,7 @@ def test_matches_reference_over_chunks(dtype, pack):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matches_reference_at_model_size(dtype):
     """Head dims of real models, a tile of every kind, more rows of q and k than a register tile."""
     case = Case("model", value_heads=2, key_dim=128, value_dim=128)
@@ -191,16 +191,17 @@ def test_long_sequence_in_segments(kernel):
 
 
 def test_small_gradients_of_decay(kernel):
-    """dg sums pairs of tokens on either side of each token: none may be added and taken away again. With q = k = v = 1
-    scaled so that late tokens dominate, a difference of cumulative sums would lose the early gradients."""
-    inputs = small_inputs(Case("", value_heads=1, key_dim=4, value_dim=4, l2norm=False, initial=False), (40,))
+    """dg of a token sums over the pairs of tokens on either side of it, and no pair is added and taken away again: a
+    difference of running sums would lose the gradients of the early tokens here, which are 1e-11 of the last ones."""
+    case = Case("", value_heads=1, key_dim=4, value_dim=4, l2norm=False, initial=False)
+    inputs = small_inputs(case, (40,))
     inputs["v"] = inputs["v"] * torch.logspace(-6, 6, 40)[None, :, None, None]
-    op = op_under_test(Case("", l2norm=False))
+    op = op_under_test(case)
     truth = run_with_gradients(
         lambda x: op.reference(x, torch.tensor([0, 40])), properties.cast(inputs, torch.float64)
-    )["dg"]
-    ours = run_with_gradients(op.run, inputs)["dg"]
-    assert float(((ours - truth) / truth).abs().max()) < 1e-3
+    )
+    ours = run_with_gradients(op.run, inputs)
+    torch.testing.assert_close(ours["dg"].double(), truth["dg"], rtol=1e-4, atol=0)
 
 
 @pytest.mark.kernels_ci
