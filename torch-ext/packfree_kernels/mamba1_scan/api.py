@@ -147,9 +147,11 @@ def mamba_inner_fn(
     """A whole Mamba-1 mixer behind its input projection: convolution, projections, scan, gate, output projection.
 
     Formula:
-        ``x, z = xz``; ``x = silu(conv(x))``; ``dt, B, C = x_proj(x)``; ``delta = delta_proj(norm(dt))``;
+        ``x, z = xz``; ``x = silu(conv(x))``; ``dt, B, C = x_proj(x)``; ``delta = norm(delta_proj(dt))``;
         ``y = scan(x, delta, A, norm(B), norm(C), D, z, delta_bias)``; the result is ``out_proj(y)``. The norms are
         there where their weights are given: ``norm(v) = weight v / sqrt(mean(v^2) + eps)``, computed in float32.
+        As in mamba-ssm, the step is normalised behind its projection, over all D channels. transformers' FalconMamba
+        normalises ``dt`` before it in eager mode, which is another function.
 
     Args:
         xz: ``[B, 2 D, T]``, any strides: the convolution's input and the gate.
@@ -166,7 +168,7 @@ def mamba_inner_fn(
         delta_softplus: whether the step goes through softplus.
         checkpoint_lvl: accepted for mamba-ssm's sake; the backward recomputes the states in any case.
         b_rms_weight, c_rms_weight: ``[N]`` or None.
-        dt_rms_weight: ``[R]`` or None.
+        dt_rms_weight: ``[D]`` or None.
         b_c_dt_rms_eps: of the norms.
         seq_idx, cu_seqlens, position_ids: boundaries, as in :func:`selective_scan_fn`.
 
@@ -178,7 +180,7 @@ def mamba_inner_fn(
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape, or malformed boundaries.
 
-    Source: mamba-ssm, ``mamba_inner_fn``; boundaries are ours. The norms are those of transformers' FalconMamba.
+    Source: mamba-ssm, ``mamba_inner_fn``; boundaries are ours.
     """
     op = "mamba_inner_fn"
     check_tensor(op, "xz", xz, 3)
@@ -194,7 +196,7 @@ def mamba_inner_fn(
     check_shape(op, "x_proj_weight", x_proj_weight, (sum(from_x), channels), "[R + states made from x, D]")
     check_tensor(op, "conv1d_weight", conv1d_weight)
     if dt_rms_weight is not None:
-        check_shape(op, "dt_rms_weight", dt_rms_weight, (rank,), "[R]")
+        check_shape(op, "dt_rms_weight", dt_rms_weight, (channels,), "[D]")
     for name, given, bias, weight in (("B", B, B_proj_bias, b_rms_weight), ("C", C, C_proj_bias, c_rms_weight)):
         if given is not None and (bias is not None or weight is not None):
             raise value_error(op, name, "be None where its projection's bias or norm is given", "a tensor")
@@ -214,9 +216,8 @@ def mamba_inner_fn(
         B = _projected(parts.pop(0), B_proj_bias, b_rms_weight, b_c_dt_rms_eps)
     if C is None:
         C = _projected(parts.pop(0), C_proj_bias, c_rms_weight, b_c_dt_rms_eps)
-    low_rank = _rms_norm(low_rank, dt_rms_weight, b_c_dt_rms_eps)
-    delta = F.linear(low_rank, delta_proj_weight).transpose(1, 2)
-    y = selective_scan_fn(x, delta, A, B, C, D, z, delta_bias, delta_softplus, **cuts)
+    delta = _rms_norm(F.linear(low_rank, delta_proj_weight), dt_rms_weight, b_c_dt_rms_eps)
+    y = selective_scan_fn(x, delta.transpose(1, 2), A, B, C, D, z, delta_bias, delta_softplus, **cuts)
     if out_proj_bias is not None:
         out_proj_bias = out_proj_bias.to(out_proj_weight.dtype)
     return F.linear(y.transpose(1, 2), out_proj_weight, out_proj_bias)
