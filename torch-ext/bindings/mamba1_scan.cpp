@@ -13,8 +13,8 @@ Tensor OneAxisInner(const Tensor& tensor) {
   return channels || tokens ? tensor : Contiguous(tensor);
 }
 
-// Strides for the kernels, which read a tensor along its channels where their stride is 1, else along its tokens. An axis
-// of one element may have any stride.
+// Strides for the kernels, which read a tensor along its channels where their stride is 1, else along its tokens. An
+// axis of one element may have any stride.
 ScanStrides StridesOf(const Tensor& tensor) {
   return {tensor.stride(0), tensor.size(1) <= 1 ? 1 : tensor.stride(1), tensor.stride(2)};
 }

@@ -283,7 +283,9 @@ inline void FinishBlock(const ScanBackwardArgs& args, const ScanItem& item, cons
       // The inputs are used up: their tiles take the gradients.
       Store(tiles.u + place, du);
       Store(tiles.delta + place, ddelta);
-      if (args.z.data != nullptr) Store(tiles.dgate + place, y * Load<Acc>(static_cast<const Acc*>(tiles.dgate) + place));
+      if (args.z.data != nullptr) {
+        Store(tiles.dgate + place, y * Load<Acc>(static_cast<const Acc*>(tiles.dgate) + place));
+      }
     }
     StoreTokens<Acc>(args.du, TokenOffset(args, args.du.strides, sequence, token, channel), tokens, lanes,
                      tiles.u + tile);

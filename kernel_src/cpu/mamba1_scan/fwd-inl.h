@@ -94,13 +94,14 @@ void ScanForwardItem(const ScanForwardArgs& args, const ScanItem& item, void* sc
         } else {
           ScanStates<Acc, false, false>(args, shared, c, tokens, tiles.delta, tiles.input, tiles.y);
         }
+        const int64_t channel = item.channel + c;
         const Acc* z = nullptr;
         if (args.z.data != nullptr) {
-          LoadTokens<Acc>(args.z, TokenOffset(args, args.z.strides, n, token, item.channel + c), tokens, lanes, tiles.z);
+          LoadTokens<Acc>(args.z, TokenOffset(args, args.z.strides, n, token, channel), tokens, lanes, tiles.z);
           z = tiles.z;
         }
         FinishOutput<Acc>(tokens, args.D == nullptr ? nullptr : shared.skip + c, tiles.u, z, tiles.y);
-        StoreTokens<Acc>(args.y, TokenOffset(args, args.y.strides, n, token, item.channel + c), tokens, lanes, tiles.y);
+        StoreTokens<Acc>(args.y, TokenOffset(args, args.y.strides, n, token, channel), tokens, lanes, tiles.y);
       }
     }
     if (args.final_state != nullptr) {

@@ -12,7 +12,7 @@ namespace packfree {
 // Tokens of a block: what one pass of the inner loops runs over, and the distance of the states that the backward
 // recomputes from. Blocks are counted from the sequence's first token.
 constexpr int64_t kScanTokens = 32;
-// Channels of one work item, whatever the tier, so that the sums over them are cut alike: eight registers of the widest.
+// Channels of one work item, whatever the number of threads: eight registers of the widest tier.
 constexpr int64_t kScanChannels = 128;
 // Neighbouring sequences make one work item until they have this many tokens: the stretch over which one partial sum of
 // the parameter gradients runs at least, so it must not depend on the number of threads.

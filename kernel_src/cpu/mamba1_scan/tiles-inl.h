@@ -49,8 +49,8 @@ inline void StoreTokens(const ScanOutput& output, int64_t offset, int64_t tokens
 }
 
 template <class Acc, class Elem>
-inline void LoadCoefficientsAs(const ScanCoefficients& source, int64_t offset, int64_t tokens, int64_t states, Acc* tile,
-                               int64_t stride) {
+inline void LoadCoefficientsAs(const ScanCoefficients& source, int64_t offset, int64_t tokens, int64_t states,
+                               Acc* tile, int64_t stride) {
   const Elem* data = static_cast<const Elem*>(source.data) + offset;
   if (source.state == 1) {
     LoadTile<Acc, Elem>(tokens, states, data, source.token, tile, stride);

@@ -35,8 +35,8 @@ def selective_scan_fn(
     """Selective state-space scan that starts anew, or from a given state, at each sequence's first token.
 
     Formula:
-        ``s = softplus(delta + delta_bias)`` with ``delta_softplus``, else the sum itself (softplus is the identity above
-        20, as PyTorch's); ``h_t = exp(s_t A) h_{t-1} + s_t u_t B_t``; ``y_t = (C_t . h_t + D u_t) silu(z_t)``.
+        ``s = softplus(delta + delta_bias)`` with ``delta_softplus``, else the sum itself (softplus is the identity
+        above 20, as PyTorch's); ``h_t = exp(s_t A) h_{t-1} + s_t u_t B_t``; ``y_t = (C_t . h_t + D u_t) silu(z_t)``.
 
     Args:
         u: ``[B, D, T]``, any strides. Channel-last memory (a transposed ``[B, T, D]``) and token-contiguous memory both
@@ -65,8 +65,8 @@ def selective_scan_fn(
 
     Gradients: u, delta, A, B, C, D, z, delta_bias and initial_states, from y and the last states.
     Precision: all arithmetic and the states in float32, whatever the dtypes; float64 where ``u`` is float64.
-    Determinism: y, the states and the gradients of u, delta, z, initial_states and of B and C per token are the same bits
-        alone or packed, with any number of threads; the gradients of the parameters repeat.
+    Determinism: y, the states and the gradients of u, delta, z, initial_states and of B and C per token are the same
+        bits alone or packed, with any number of threads; the gradients of the parameters repeat.
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape, or malformed boundaries.

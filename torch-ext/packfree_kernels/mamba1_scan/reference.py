@@ -40,8 +40,8 @@ def selective_scan_reference(
         initial_states: ``[sequences, D, N]`` or None (zeros).
 
     Returns:
-        y ``[D, T]`` in u's dtype, 0 after the last boundary, and the last states ``[sequences, D, N]``. The arithmetic and
-        the states are fp32, or fp64 for fp64 inputs, as the function promises.
+        y ``[D, T]`` in u's dtype, 0 after the last boundary, and the last states ``[sequences, D, N]``. The arithmetic
+        and the states are fp32, or fp64 for fp64 inputs, as the function promises.
     """
     dtype = torch.promote_types(u.dtype, torch.float32)
     out_dtype = u.dtype
