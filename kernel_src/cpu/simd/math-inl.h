@@ -89,8 +89,8 @@ PACKFREE_INLINE Vec<Acc> Exp2(Vec<Acc> x) {
   return y * (Vec<Acc>)(one + ((IntVec<Acc>)shifted << (kSingle ? 23 : 52)));
 }
 
-// 2^x for every x: 0 below the smallest normal result, NaN for NaN; from 2^128 (2^1024) on infinity, except that +infinity
-// itself may give NaN. With AVX-512 the scaling instruction saturates, which saves the clamps of Exp2.
+// 2^x for every x: 0 below the smallest normal result, NaN for NaN; from 2^128 (2^1024) on infinity, except that
+// +infinity itself may give NaN. With AVX-512 the scaling instruction saturates, which saves the clamps of Exp2.
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Exp2Any(Vec<Acc> x) {
 #if PACKFREE_TIER >= 2
@@ -153,13 +153,13 @@ PACKFREE_INLINE Vec<Acc> Log(Vec<Acc> x) {
 }
 
 // ln(1 + e^x), taken as x above 20 as PyTorch's softplus is.
-// = max(x, 0) + ln(1 + e), e = e^-|x|; ln(1 + e) = 2 atanh(s), s = e / (2 + e) <= 1/3, keeps its relative precision where
-// e is small.
+// = max(x, 0) + ln(1 + p), p = e^-|x|; ln(1 + p) = 2 atanh(s), s = p / (2 + p) <= 1/3, keeps its relative precision
+// where p is small.
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Softplus(Vec<Acc> x) {
   constexpr int kTerms = sizeof(Acc) == 4 ? 7 : 16;
-  const Vec<Acc> e = Exp<Acc>(x < Acc(0) ? x : -x);
-  const Vec<Acc> s = e / (e + Acc(2));
+  const Vec<Acc> p = Exp<Acc>(x < Acc(0) ? x : -x);
+  const Vec<Acc> s = p / (p + Acc(2));
   const Vec<Acc> s2 = s * s;
   Vec<Acc> sum = Set<Acc>(Acc(1) / Acc(2 * kTerms + 1));
 #pragma GCC unroll 16

@@ -101,8 +101,8 @@ inline void LoadTileTransposed(int64_t rows, int64_t columns, const Elem* source
   }
 }
 
-// target[c, r] = tile[r, c] for r < rows, c < columns: column c of the tile becomes row c of the target. The tile's rows
-// hold PadColumns(columns) elements; `stride` is the distance of the target's rows.
+// target[c, r] = tile[r, c] for r < rows, c < columns: column c of the tile becomes row c of the target. The tile's
+// rows hold PadColumns(columns) elements; `stride` is the distance of the target's rows.
 template <class Acc, class Elem>
 inline void StoreTileTransposed(int64_t rows, int64_t columns, const Acc* tile, int64_t ld, Elem* target,
                                 int64_t stride) {
