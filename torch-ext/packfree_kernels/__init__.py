@@ -6,6 +6,7 @@ from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_at
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .hooks import hooks_status, install_hooks, remove_hooks
 from .hooks import install_on_import as _install_hooks_on_import
+from .mamba1_scan import mamba_inner_fn, selective_scan_fn
 
 __all__ = [
     "causal_conv1d_fn",
@@ -18,7 +19,9 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "hooks_status",
     "install_hooks",
+    "mamba_inner_fn",
     "remove_hooks",
+    "selective_scan_fn",
 ]
 
 
