@@ -6,6 +6,7 @@ from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .hooks import hooks_status, install_hooks, remove_hooks
 from .hooks import install_on_import as _install_hooks_on_import
+from .mamba2_scan import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, selective_state_update
 
 __all__ = [
     "causal_conv1d_fn",
@@ -17,7 +18,10 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "hooks_status",
     "install_hooks",
+    "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
     "remove_hooks",
+    "selective_state_update",
 ]
 
 
