@@ -45,7 +45,7 @@ def mamba2_scan_reference(
         ``y`` ``[T, H, P]`` in x's dtype, 0 after the last offset, and the final states ``[N, H, P, S]``. The state is
         kept in fp32, or in fp64 for fp64 inputs, as the function promises.
     """
-    tokens, heads, head_dim = x.shape
+    heads, head_dim = x.shape[1:]
     dtype = torch.promote_types(x.dtype, torch.float32)
     out_dtype = x.dtype
     x, dt, A, B, C = (value.to(dtype) for value in (x, dt, A, B, C))
@@ -73,9 +73,9 @@ def mamba2_scan_reference(
                 y = y * F.silu(z[t].to(dtype))
             outputs.append(y)
         states.append(state)
-    padding = tokens - (bounds[-1][1] if bounds else 0)
-    outputs += list(x.new_zeros(padding, heads, head_dim))
-    y = torch.stack(outputs) if outputs else x.new_zeros(0, heads, head_dim)
+    # Padding is 0 for any x, NaN included, and its gradient 0, not absent.
+    padding = x[bounds[-1][1] if bounds else 0 :].masked_fill(torch.ones((), dtype=torch.bool), 0)
+    y = torch.cat([torch.stack(outputs), padding]) if outputs else padding
     final = torch.stack(states) if states else x.new_zeros(0, heads, head_dim, B.shape[-1])
     return y.to(out_dtype), final
 
