@@ -5,6 +5,7 @@ see no pack. Everything runs in float32, so the tolerances of ``tiny_models`` ar
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def reference():
 
     def of(model_type):
         if model_type not in known:
-            known[model_type] = run(build(model_type, "eager").train(), alone())
+            with torch.enable_grad():
+                known[model_type] = run(build(model_type, "eager").train(), alone())
         return known[model_type]
 
     return of
@@ -204,6 +206,20 @@ def test_generation_equals_stock(model_type):
             assert_logits_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+def test_left_padding_in_a_batch_of_one_c47(model_type):
+    """C47: a left-padded prompt alone in its batch goes on as the unpadded prompt does."""
+    model = load(model_type).eval()
+    prompt = torch.tensor([samples([3])[0]["input_ids"]])
+    padded = torch.nn.functional.pad(prompt, (3, 0))
+    arguments = dict(max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    expected = model.generate(input_ids=prompt, **arguments)
+    got = model.generate(input_ids=padded, attention_mask=(padded != 0).long(), **arguments)
+    assert torch.equal(got.sequences[:, 3:], expected.sequences)
+    for ours, theirs in zip(got.logits, expected.logits):
+        assert_logits_equal(ours, theirs)
+
+
 class _PadLeft:
     """The little of a tokenizer that the padding collator needs."""
 
@@ -251,6 +267,8 @@ def test_direct_forward_positional_arguments_and_copies(reference):
         assert_logits_equal(model(batch["input_ids"], ones, batch["position_ids"]).logits[0], expected)
     copied = copy.deepcopy(model).train()
     copied.gradient_checkpointing_enable()
+    # A model saved whole must open where this package is not loaded.
+    assert "packfree" not in str(pickle.dumps(copied.model.layers[0]._gradient_checkpointing_func))
     logits, gradients = run(copy.deepcopy(copied), [batch])
     assert_logits_equal(logits, expected)
     assert_gradients_equal(gradients, reference("qwen3_5_text")[1])

@@ -1,6 +1,7 @@
 """Packs of a multimodal model: its text is cut, its image tower is not."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -61,8 +62,9 @@ def test_three_rotary_rows_do_not_cut_a_mask(models):
         models[1](**batch)
 
 
-def test_packs_with_images(models):
-    """The tower is handed the text's boundaries among its keywords and must not cut its patches there."""
+@pytest.mark.parametrize("handed_on", [False, True])
+def test_packs_with_images(models, handed_on, monkeypatch):
+    """The tower's patches are not cut where the text is, even if a model hands it the text's keywords."""
     model, stock = models
     generator = torch.Generator().manual_seed(1)
 
@@ -82,10 +84,19 @@ def test_packs_with_images(models):
             positions = torch.arange(len(ids))[None]
             expected.append(stock(input_ids=torch.tensor([ids]), position_ids=positions, **image).logits[0])
         for setting in SETTINGS.values():
+            if handed_on and not setting:
+                continue  # nothing to hand on
             batch = DataCollatorWithFlattening(**setting)(
                 [dict(input_ids=ids) for ids, _ in parts], return_tensors="pt"
             )
             del batch["labels"]
+            if handed_on:
+                text = {
+                    name: batch[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+                }
+                for part in model.modules():
+                    if type(part).__name__ == "Qwen3_5VisionAttention":
+                        monkeypatch.setattr(part, "forward", functools.partial(type(part).forward, part, **text))
             logits = model(**batch, pixel_values=images, image_grid_thw=GRID.repeat(2, 1)).logits[0]
             assert_logits_equal(logits, torch.cat(expected))
 

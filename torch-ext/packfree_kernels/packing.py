@@ -171,7 +171,8 @@ def cu_seqlens_from_position_ids(position_ids: Tensor) -> Tensor:
 def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Labels int32 ``[1, tokens]``: the sequence of each token, -1 for padding after the last offset."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    labels = torch.searchsorted(cu_seqlens[1:].contiguous(), index, right=True)
+    # The whole tensor, not cu_seqlens[1:]: a slice would make one sequence a special size and cost a recompile.
+    labels = torch.searchsorted(cu_seqlens, index, right=True) - 1
     return torch.where(index < cu_seqlens[-1], labels, -1).to(torch.int32)[None]
 
 

@@ -55,13 +55,13 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: divide each row of q and k by ``sqrt(|x|^2 + 1e-6)`` first, in fp32.
         cu_seqlens: offsets ``[N + 1]`` of the sequences packed in one row (B = 1), int32, int64 or a list of ints.
         seq_idx: labels ``[B, T]`` that never decrease along a row; negative labels are tail padding.
-        position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used if neither of the above is given.
-            Without any boundaries each row is one sequence. Under ``torch.compile`` boundaries made from labels or
-            positions stand for ``B * T`` sequences, most of them empty; states then need ``cu_seqlens``.
+        position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used where neither of the others is
+            given. Without any boundaries each row is one sequence. Under ``torch.compile`` labels and positions stand
+            for ``B * T`` sequences, most of them empty, so a smaller number of states needs ``cu_seqlens`` there.
 
     Returns:
-        ``o`` ``[B, T, HV, V]`` in q's dtype, exactly 0 at padding tokens, and the final states ``[N, HV, K, V]`` in fp32
-        (fp64 for fp64 inputs) or None. An empty sequence returns its initial state.
+        ``o`` ``[B, T, HV, V]`` in q's dtype, exactly 0 at padding tokens, and the final states ``[N, HV, K, V]`` in
+        fp32 (fp64 for fp64 inputs) or None. An empty sequence returns its initial state.
 
     Precision: products, sums and states in fp32, whatever the input dtype.
     Gradients: of q, k, v, g, beta and initial_state, from both outputs, each in its tensor's dtype. Saved for the
@@ -140,8 +140,8 @@ def _call(
     scale = _checked_scale(op, scale, key_dim)
     state_dtype = torch.promote_types(q.dtype, torch.float32)
     if initial_state is not None:
-        initial_state = _spread_states(op, initial_state, packing, (value_heads, key_dim, value_dim), q)
-        initial_state = initial_state.to(state_dtype)
+        shape = (value_heads, key_dim, value_dim)
+        initial_state = _checked_states(op, initial_state, packing, shape, q.device).to(state_dtype)
     o, final_state = kernel(
         q.reshape(packing.tokens, key_heads, key_dim),
         k.reshape(packing.tokens, key_heads, key_dim),
@@ -154,12 +154,8 @@ def _call(
         bool(l2norm),
         bool(output_final_state),
     )
-    if packing.live is not None:
-        o = torch.where(packing.live[:, None, None], o, 0)
-    o = o.reshape(batch, length, value_heads, value_dim)
-    if not output_final_state:
-        return o, None
-    return o, final_state if packing.states is None else final_state[packing.states]
+    o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1)
+    return o, packing.gather_states(final_state) if output_final_state else None
 
 
 def _check_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
@@ -205,18 +201,11 @@ def _checked_scale(op: str, scale: Optional[float], key_dim: int) -> float:
     return float(scale)
 
 
-def _spread_states(op: str, initial_state: Tensor, packing: Packing, shape: Tuple[int, int, int], q: Tensor) -> Tensor:
-    """The checked initial states, with zeros for the padding stretches that the packing counts as sequences."""
+def _checked_states(
+    op: str, initial_state: Tensor, packing: Packing, shape: Tuple[int, int, int], device: torch.device
+) -> Tensor:
     check_tensor(op, "initial_state", initial_state, 4)
     check_dtype(op, "initial_state", initial_state, _DTYPES)
-    check_same_device(op, "initial_state", initial_state, q.device)
-    if packing.live is not None and packing.states is None:
-        raise value_error(
-            op, "initial_state", "come with cu_seqlens where the number of sequences cannot be read", "seq_idx"
-        )
-    sequences = packing.num_sequences if packing.states is None else packing.states.shape[0]
-    check_shape(op, "initial_state", initial_state, (sequences,) + shape, "[N, HV, K, V]")
-    if packing.states is None:
-        return initial_state
-    spread = initial_state.new_zeros((packing.num_sequences,) + shape)
-    return spread.index_copy(0, packing.states, initial_state)
+    check_same_device(op, "initial_state", initial_state, device)
+    check_shape(op, "initial_state", initial_state, (packing.num_states, *shape), "[N, HV, K, V]")
+    return packing.spread_states(initial_state)

@@ -1,7 +1,7 @@
 """Shapes of the ops for tracing, and their gradients.
 
-The backward op recomputes the states from the inputs, which are all that is saved. The token-by-token op has no backward:
-its gradient is the chunked function's.
+The backward op recomputes the states from the inputs, which are all that is saved. The token-by-token op has no
+backward of its own: the chunked function gives the same result with one.
 """
 
 from typing import Optional, Tuple

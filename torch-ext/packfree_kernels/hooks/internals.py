@@ -1,6 +1,7 @@
 """Everything that the hooks know about the inside of transformers and kernels.
 
-Checked against transformers 5.22.2 with kernels 0.17.2. What is relied on:
+Checked against transformers 5.22.2 with kernels 0.17.2, and against transformers 5.24.0 with the same kernels let
+through its version check. What is relied on:
 
 - sequence-mixing functions are globals of ``modeling_*`` modules and are called through them. With ``kernels`` in use
   they are instances whose class has ``kernel_layer_name``; without it (or with ``USE_HUB_KERNELS=0``) they are plain
@@ -18,7 +19,7 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 
-CHECKED_TRANSFORMERS = ("5.22.2",)
+CHECKED_TRANSFORMERS = ("5.22.2", "5.24.0")
 
 MODEL_MODULE = "transformers.modeling_utils"
 
