@@ -92,10 +92,23 @@ def test_matches_reference(case, dtype, tier):
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[8]], ids=str)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_packing_properties(case, dtype, tier):
+def test_packing_properties(case, tier):
     for pack in catalogue(edge=64):
-        properties.check_all_properties(op_under_test(case), pack, dtype)
+        properties.check_all_properties(op_under_test(case), pack, torch.float32)
+
+
+EDGES = [Pack("edges", (63, 1, 65, 130), padding=2), Pack("empty", (0, 5, 0, 9, 0))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_packing_properties_in_half_precision(dtype, tier):
+    for pack in EDGES:
+        properties.check_all_properties(op_under_test(CASES[8]), pack, dtype)
+
+
+def test_packing_properties_in_double():
+    for pack in EDGES:
+        properties.check_all_properties(op_under_test(CASES[8]), pack, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
