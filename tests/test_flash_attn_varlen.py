@@ -117,10 +117,10 @@ def test_memory_forms(dtype):
         properties.check_memory_forms(op_under_test(case), Pack("ragged", (5, 9, 17, 3)), dtype)
 
 
-LONG = Pack("several key ranges", (700, 1300, 20))
+LONG = Pack("several key ranges", (530, 1060, 20))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 @pytest.mark.parametrize(
     "case",
     [
@@ -134,7 +134,7 @@ def test_sequences_of_several_key_ranges(case, dtype, tier):
     op = op_under_test(case)
     properties.check_against_reference(op, LONG, dtype)
     properties.check_packed_equals_alone(op, LONG, dtype)
-    properties.check_repeatable(op, LONG, dtype, threads=(1, 2, 4))
+    properties.check_repeatable(op, LONG, dtype, threads=(1, 3))
 
 
 def test_gradcheck_on_the_real_backward(kernel):

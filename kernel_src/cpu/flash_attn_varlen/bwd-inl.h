@@ -141,11 +141,7 @@ inline bool ExchangeQueryGradient(const KeySpan& ranges, int64_t range, int64_t 
                                   Acc* partial, Acc* dqt) {
   constexpr int L = kLanes<Acc>;
   if (ranges.end - ranges.begin == 1) return true;
-  while (__atomic_load_n(arrived, __ATOMIC_ACQUIRE) != range - ranges.begin) {
-#if PACKFREE_X86
-    __builtin_ia32_pause();
-#endif
-  }
+  WaitFor(arrived, static_cast<int32_t>(range - ranges.begin));
   const bool last = range + 1 == ranges.end;
   for (int64_t i = 0; i < elements; i += L) {
     Vec<Acc> sum = Load<Acc>(dqt + i);
