@@ -80,8 +80,8 @@ PACKFREE_INLINE Acc RowDelta(const AttentionBackwardArgs& args, const Elem* dout
   return args.dlse == nullptr ? delta : delta - static_cast<const Acc*>(args.dlse)[lse_index];
 }
 
-// delta[c] = sum over d of doutt[d, c] * out_rows[c, d], summed as MultiplyRows sums dout . v: a query whose output is one
-// value row then gets dP - delta = 0 exactly. `transposed` is scratch [kStretch, kTileColumns].
+// delta[c] = sum over d of doutt[d, c] * out_rows[c, d], summed as MultiplyRows sums dout . v: a query whose output is
+// one value row then gets dP - delta = 0 exactly. `transposed` is scratch [kStretch, kTileColumns].
 template <class Acc>
 inline void TileDelta(const QueryTile<Acc>& tile, int64_t dim, const Acc* doutt, const Acc* out_rows, int64_t ld,
                       Acc* transposed, Acc* delta) {
@@ -256,7 +256,8 @@ void SinkGradientUnit(const AttentionBackwardArgs& args, int64_t sequence, int64
   double sum = 0;
   for (int64_t t = args.queries.bos(sequence); t < args.queries.eos(sequence); ++t) {
     const int64_t index = head * args.queries.tokens + t;
-    const Elem* dout = static_cast<const Elem*>(args.dout.data) + t * args.dout.token_stride + head * args.dout.head_stride;
+    const Elem* dout =
+        static_cast<const Elem*>(args.dout.data) + t * args.dout.token_stride + head * args.dout.head_stride;
     const Elem* out = static_cast<const Elem*>(args.out.data) + t * args.out.token_stride + head * args.out.head_stride;
     const Acc probability = ExpOne<Acc>(sink - static_cast<const Acc*>(args.lse)[index]);
     sum -= static_cast<double>(probability * RowDelta<Elem, Acc>(args, dout, out, index));

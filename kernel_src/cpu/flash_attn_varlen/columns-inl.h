@@ -137,8 +137,8 @@ inline void StoreQueryColumns(const QueryTile<Acc>& tile, const Acc* source, Acc
   }
 }
 
-// Terms of a dot that are summed before they meet the sum of the others: long dots then round nearly like short ones. The
-// scalar tier, which rounds twice a step, has less.
+// Terms of a dot that are summed before they meet the sum of the others: long dots then round nearly like short ones.
+// The scalar tier, which rounds twice a step, has less.
 constexpr int64_t kStretch = PACKFREE_TIER == 0 ? 16 : 64;
 
 // scores[r, c] = row r of `a` [rows, ld] . column c of `bt` [dim, kTileColumns]: the products of keys with queries and of
