@@ -209,10 +209,10 @@ def convolution(kernel: ModuleType, dtype: str, layout: str, distribution: str) 
 def selective_scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
     """Mamba-1's scan, 1,024 channels, 16 states; u, z ``[1, D, T]`` channel-last, delta ``[1, D, T]`` token-last.
 
-    Sequences are an eighth as long as elsewhere: the backward of the stock loop writes a tensor of the size of all
+    Sequences are a sixteenth as long as elsewhere: the backward of the stock loop writes a tensor of the size of all
     states of a sequence for each of its tokens.
     """
-    channels, states, lengths = 1024, 16, tuple(max(1, length // 8) for length in LENGTHS[distribution])
+    channels, states, lengths = 1024, 16, tuple(max(4, length // 16) for length in LENGTHS[distribution])
     tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
     element = DTYPES[dtype]
     u, z = (_leaf(torch.randn(1, tokens, channels).transpose(1, 2), element) for _ in range(2))
