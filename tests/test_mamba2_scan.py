@@ -193,7 +193,7 @@ def test_compiles_to_one_graph(kernel, spelling):
 # ---- states ------------------------------------------------------------------------------------------------------
 
 
-def _cut(inputs, begin, end):
+def between(inputs, begin, end):
     along = {name: inputs[name][:, begin:end] for name in ("x", "dt", "B", "C", "z") if name in inputs}
     return {**inputs, **along}
 
@@ -208,8 +208,8 @@ def test_state_carries_over(kernel):
     for cut in (0, 1, 63, 64, 65, 100, 128, 149, 150):
 
         def in_two(leaves, cut=cut):
-            first = op.run(_cut(leaves, 0, cut))
-            rest = {**_cut(leaves, cut, 150), "initial_states": first["final_states"]}
+            first = op.run(between(leaves, 0, cut))
+            rest = {**between(leaves, cut, 150), "initial_states": first["final_states"]}
             second = op.run(rest)
             return {"y": torch.cat([first["y"], second["y"]], 1), "final_states": second["final_states"]}
 
@@ -230,209 +230,13 @@ def test_long_sequence_is_recomputed_in_segments(kernel):
     weights = properties.cotangents({name: whole[name] for name in ("y", "final_states")})
 
     def in_two(leaves):
-        first = op.run(_cut(leaves, 0, 512))
-        second = op.run({**_cut(leaves, 512, 1088), "initial_states": first["final_states"]})
+        first = op.run(between(leaves, 0, 512))
+        second = op.run({**between(leaves, 512, 1088), "initial_states": first["final_states"]})
         return {"y": torch.cat([first["y"], second["y"]], 1), "final_states": second["final_states"]}
 
     for name, value in run_with_gradients(in_two, inputs, weights).items():
         if op.kind(name) != "parameter":
             assert_same_bits(name, value, whole[name])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_update_continues_a_sequence(kernel, dtype, tier):
-    op = op_under_test(CASES[0])
-    inputs = op.make(Pack("whole", (12,)), dtype)
-    whole = op.run(inputs)
-    first = op.run(_cut(inputs, 0, 9))
-    state = first["final_states"].clone()
-    x, dt, B, C, z = (inputs[name] for name in ("x", "dt", "B", "C", "z"))
-    heads, head_dim, state_dim = x.shape[2], x.shape[3], B.shape[3]
-    steps = []
-    for t in range(9, 12):
-        steps.append(
-            kernel.selective_state_update(
-                state,
-                x[:, t],
-                dt[:, t, :, None].expand(-1, -1, head_dim),
-                inputs["A"].float()[:, None, None].expand(-1, head_dim, state_dim),
-                B[:, t],
-                C[:, t],
-                inputs["D"][:, None].expand(-1, head_dim),
-                z=z[:, t],
-                dt_bias=inputs["dt_bias"][:, None].expand(heads, head_dim),
-                dt_softplus=True,
-            )
-        )
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(torch.stack(steps, 1), whole["y"][:, 9:], rtol=8 * eps, atol=16 * eps)
-    torch.testing.assert_close(state, whole["final_states"], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("has_heads", [True, False])
-def test_update_matches_reference(kernel, dtype, has_heads, tier):
-    """Rates of their own for every state element (Mamba-1) and narrow or wide states."""
-    H, G, P, S = (6, 3, 5, 19) if has_heads else (1, 1, 5, 19)
-    x, dt, z = (torch.randn(2, H, P).to(dtype) for _ in range(3))
-    A, D, bias = -torch.rand(H, P, S).to(dtype), torch.randn(H, P).to(dtype), torch.randn(H, P).to(dtype)
-    B, C = (torch.randn(2, G, S).to(dtype) for _ in range(2))
-    for state_dtype in {dtype, torch.promote_types(dtype, torch.float32)}:
-        for optional in (dict(D=D, z=z, dt_bias=bias, dt_softplus=True), {}):
-            state = torch.randn(2, H, P, S).to(state_dtype)
-            y, new = kernel.mamba2_scan.selective_state_update_reference(state, x, dt, A, B, C, **optional)
-            if has_heads:
-                ours = kernel.selective_state_update(state, x, dt, A, B, C, **optional)
-            else:
-                flat = {name: value[0] if name in ("D", "dt_bias") else value for name, value in optional.items()}
-                flat = {name: value[:, 0] if name == "z" else value for name, value in flat.items()}
-                state = state[:, 0]
-                new = new[:, 0]
-                y = y[:, 0]
-                ours = kernel.selective_state_update(state, x[:, 0], dt[:, 0], A[0], B[:, 0], C[:, 0], **flat)
-            eps = torch.finfo(dtype).eps
-            torch.testing.assert_close(ours, y, rtol=4 * eps, atol=32 * torch.finfo(state_dtype).eps + 2 * eps)
-            torch.testing.assert_close(state, new, rtol=4 * eps, atol=4 * eps)
-
-
-def test_update_writes_into_any_layout(kernel):
-    state = torch.randn(2, 4, 7, 3).transpose(2, 3)
-    before = state.clone()
-    x, dt = torch.randn(2, 4, 3), torch.rand(2, 4, 3)
-    A, B, C = -torch.rand(4, 3, 7), torch.randn(2, 1, 7), torch.randn(2, 1, 7)
-    y = kernel.selective_state_update(state, x, dt, A, B, C)
-    assert_same_bits("y", y, kernel.selective_state_update(before, x, dt, A, B, C))
-    assert_same_bits("state", state, before)
-
-
-# ---- the fused layer ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Sizes and options of a fused call."""
-
-    heads: int = 4
-    groups: int = 2
-    head_dim: int = 8
-    state_dim: int = 6
-    beside: int = 0
-    norm: Optional[bool] = False  # norm_before_gate, or None without a norm
-    projection: bool = True
-    initial: bool = True
-
-    def make(self, pack: Pack, dtype: torch.dtype):
-        inner = self.heads * self.head_dim
-        convolved = inner + 2 * self.groups * self.state_dim
-        inputs = {
-            "zxbcdt": torch.randn(1, pack.tokens, 2 * self.beside + inner + convolved + self.heads),
-            "conv1d_weight": torch.randn(convolved, 4) / 2,
-            "conv1d_bias": torch.randn(convolved),
-            "dt_bias": torch.randn(self.heads),
-            "A": -torch.rand(self.heads),
-            "D": torch.randn(self.heads),
-        }
-        if self.initial:
-            inputs["initial_states"] = torch.randn(len(pack.lengths), self.heads, self.head_dim, self.state_dim)
-        if self.norm is not None:
-            inputs["rmsnorm_weight"] = torch.randn(inner)
-        if self.projection:
-            inputs["outproj_weight"] = torch.randn(10, self.beside + inner) / inner**0.5
-            inputs["outproj_bias"] = torch.randn(10)
-        return {name: value.to(dtype) for name, value in inputs.items()}
-
-    def run(self, inputs, **boundaries):
-        out, states = load_kernel().mamba_split_conv1d_scan_combined(
-            **inputs,
-            **boundaries,
-            chunk_size=16,
-            return_final_states=True,
-            rmsnorm_eps=1e-5,
-            headdim=self.head_dim,
-            ngroups=self.groups,
-            norm_before_gate=bool(self.norm),
-        )
-        return {"out": out, "final_states": states}
-
-    def reference(self, inputs, cu_seqlens):
-        kernel = load_kernel()
-        H, G, P, S = self.heads, self.groups, self.head_dim, self.state_dim
-        inner = H * P
-        dtype = inputs["zxbcdt"].dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        mlp, z, xBC, dt = inputs["zxbcdt"][0].split([2 * self.beside, inner, inner + 2 * G * S, H], -1)
-        xBC, _ = kernel.causal_conv1d.causal_conv1d_reference(
-            xBC.t(), inputs["conv1d_weight"], inputs["conv1d_bias"], cu_seqlens, activation="silu"
-        )
-        x, B, C = xBC.t().split([inner, G * S, G * S], -1)
-        gate = z.unflatten(-1, (H, P))
-        y, states = kernel.mamba2_scan.mamba2_scan_reference(
-            x.unflatten(-1, (H, P)),
-            dt,
-            inputs["A"],
-            B.unflatten(-1, (G, S)),
-            C.unflatten(-1, (G, S)),
-            cu_seqlens,
-            inputs["D"],
-            gate if self.norm is None else None,
-            inputs["dt_bias"],
-            inputs.get("initial_states"),
-            dt_softplus=True,
-        )
-        y = y.flatten(1).to(wide)
-        if self.norm is not None:
-            factor = F.silu(z.to(wide))
-            y = y if self.norm else y * factor
-            parts = [part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() for part in y.chunk(G, -1)]
-            y = torch.cat(parts, -1) * inputs["rmsnorm_weight"].to(wide)
-            y = y * factor if self.norm else y
-        y = y.to(dtype)
-        if self.beside:
-            y = torch.cat([F.silu(mlp[:, : self.beside]) * mlp[:, self.beside :], y], -1)
-        if self.projection:
-            y = F.linear(y, inputs["outproj_weight"], inputs["outproj_bias"])
-        return {"out": y[None], "final_states": states}
-
-    def op(self) -> OpUnderTest:
-        axes = {"zxbcdt": 1, "out": 1}
-        states = ("initial_states", "final_states")
-        return OpUnderTest("mamba2_fused", self.make, self.run, self.reference, axes, states=states)
-
-
-LAYERS = [
-    Layer(),
-    Layer(norm=True, initial=False),
-    Layer(norm=None, projection=False, groups=1),
-    Layer(beside=3),
-]
-
-
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fused_matches_reference(layer, dtype):
-    for pack in (Pack("ragged", (5, 9, 17, 3)), Pack("empty", (0, 4, 0, 6))):
-        properties.check_against_reference(layer.op(), pack, dtype)
-
-
-@pytest.mark.parametrize("layer", LAYERS[:3], ids=str)
-def test_fused_keeps_sequences_apart(layer):
-    """Without the projection everything is the same bits packed or alone; a matmul of torch may round by its shape."""
-    layer = Layer(**{**layer.__dict__, "projection": False})
-    pack = Pack("ragged", (5, 67, 1, 3))
-    properties.check_isolation(layer.op(), pack, torch.float32)
-    properties.check_spellings(layer.op(), pack, torch.float32)
-    properties.check_packed_equals_alone(layer.op(), pack, torch.float32)
-
-
-def test_fused_returns_what_upstream_returns(kernel):
-    layer = Layer()
-    inputs = layer.make(SMALL, torch.float32)
-    options = dict(chunk_size=16, headdim=8, ngroups=2, cu_seqlens=SMALL.cu_seqlens)
-    out = kernel.mamba_split_conv1d_scan_combined(**inputs, **options)
-    assert isinstance(out, torch.Tensor) and out.shape == (1, 10, 10)
-    both = kernel.mamba_split_conv1d_scan_combined(**inputs, **options, return_final_states=True)
-    assert_same_bits("out", both[0], out)
-    assert both[1].shape == (3, 4, 8, 6)
 
 
 # ---- faults that other packages had --------------------------------------------------------------------------------
@@ -478,18 +282,6 @@ def test_c20_lengths_that_are_no_multiple_of_chunk_size(kernel):
             for other in results[1:]:
                 assert_same_bits(name, other[name], value)
 
-    layer = Layer(groups=1)
-    for edge in (255, 256, 257):
-        pack = Pack(f"edge at {edge}", (edge, 300 - edge))
-        inputs = layer.make(pack, torch.bfloat16)
-        narrow, wide = (
-            run_with_gradients(lambda leaves, p=pack: layer.run(leaves, seq_idx=p.seq_idx), own)
-            for own in (inputs, properties.cast(inputs, torch.float32))
-        )
-        for name, value in narrow.items():
-            assert value.isfinite().all(), name
-            assert float((value.float() - wide[name]).abs().max()) < 2e-2 * float(wide[name].abs().max()), name
-
 
 def test_c22_offsets_beyond_32_bits(kernel):
     """x is 64 columns of a buffer of 65,600 tokens x 32,784 columns (4.3 GB, untouched but for the view)."""
@@ -518,31 +310,6 @@ def test_c33_groups_equal_repeated_heads(kernel):
     for name, value in op.run(inputs, cu_seqlens=pack.cu_seqlens).items():
         expected = op.run(repeated, cu_seqlens=pack.cu_seqlens)[name]
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_c38_compiles_once_for_all_lengths(kernel):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    layer = Layer(initial=False)
-    weights = {name: value for name, value in layer.make(SMALL, torch.float32).items() if name != "zxbcdt"}
-    width = layer.make(SMALL, torch.float32)["zxbcdt"].shape[-1]
-
-    function = kernel.mamba_split_conv1d_scan_combined
-
-    def step(zxbcdt):
-        return function(zxbcdt, **weights, chunk_size=16, headdim=8, ngroups=2, norm_before_gate=False)
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(step, fullgraph=True, backend=counter)
-    for length in (18, 27, 45):
-        zxbcdt = torch.randn(2, length, width, requires_grad=True)
-        out = compiled(zxbcdt)
-        (gradient,) = torch.autograd.grad(out.square().sum(), zxbcdt)
-        expected = step(zxbcdt)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), zxbcdt)[0])
-    assert counter.frame_count <= 2
 
 
 def test_c55_arguments_are_named(kernel):
@@ -675,55 +442,6 @@ def test_rejects(kernel, change, error, text):
     inputs = op_under_test(Case("plain", initial=False)).make(Pack("", (10,)), torch.float32)
     with pytest.raises(error, match="mamba_chunk_scan_combined: " + text):
         kernel.mamba_chunk_scan_combined(**{**inputs, "chunk_size": 8, **change})
-
-
-@pytest.mark.parametrize(
-    "change, error, text",
-    [
-        (dict(headdim=None), ValueError, r"headdim must be given where D has shape \[H\], got None"),
-        (dict(D=torch.randn(4, 7)), ValueError, "headdim must be the 7 columns of D, got 8"),
-        (dict(ngroups=3), ValueError, "ngroups must divide the 4 heads, got 3"),
-        (dict(zxbcdt=torch.randn(1, 10, 91)), ValueError, r"zxbcdt must have 92 channels .* got 91"),
-        (dict(zxbcdt=torch.randn(1, 10, 93)), ValueError, r"zxbcdt must have 92 channels .* got 93"),
-        (dict(conv1d_weight=torch.randn(30, 4)), ValueError, r"conv1d_weight must have 32 \+ 2 \* 2 \* S channels"),
-        (dict(rmsnorm_weight=torch.randn(31)), ValueError, r"rmsnorm_weight must have shape \[H P\] = \(32,\)"),
-        (dict(outproj_weight=torch.randn(10, 31)), ValueError, r"outproj_weight must have shape \[E, M \+ H P\]"),
-        (dict(outproj_weight=None), ValueError, "outproj_bias must come with an outproj_weight"),
-        (dict(chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
-    ],
-)
-def test_fused_rejects(kernel, change, error, text):
-    inputs = Layer(initial=False).make(Pack("", (10,)), torch.float32)
-    options = dict(chunk_size=16, headdim=8, ngroups=2)
-    with pytest.raises(error, match="mamba_split_conv1d_scan_combined: " + text):
-        kernel.mamba_split_conv1d_scan_combined(**{**inputs, **options, **change})
-
-
-@pytest.mark.parametrize(
-    "change, error, text",
-    [
-        (dict(x=torch.randn(2, 4, 3, 1)), ValueError, r"x must have shape \[B, H, P\] or \[B, P\]"),
-        (dict(state=torch.randn(2, 4, 2, 5)), ValueError, r"state must have shape \[B, H, P, S\] = \(2, 4, 3, 5\)"),
-        (dict(state=torch.randn(2, 4, 3, 5).half()), TypeError, "state must have one of the dtypes float32"),
-        (dict(dt=torch.randn(2, 4, 2)), ValueError, r"dt must have shape \[B, H, P\]"),
-        (dict(A=torch.randn(4, 3)), ValueError, r"A must have shape \[H, P, S\] = \(4, 3, 5\)"),
-        (dict(B=torch.randn(2, 3, 5)), ValueError, "B must have a number of groups that divides the 4 heads, got 3"),
-        (dict(C=torch.randn(2, 1, 5)), ValueError, r"C must have shape \[B, G, S\] = \(2, 2, 5\)"),
-        (dict(D=torch.randn(4)), ValueError, r"D must have shape \[H, P\]"),
-        (dict(z=torch.randn(2, 4, 2)), ValueError, r"z must have shape \[B, H, P\]"),
-    ],
-)
-def test_update_rejects(kernel, change, error, text):
-    arguments = dict(
-        state=torch.randn(2, 4, 3, 5),
-        x=torch.randn(2, 4, 3),
-        dt=torch.randn(2, 4, 3),
-        A=torch.randn(4, 3, 5),
-        B=torch.randn(2, 2, 5),
-        C=torch.randn(2, 2, 5),
-    )
-    with pytest.raises(error, match="selective_state_update: " + text):
-        kernel.selective_state_update(**{**arguments, **change})
 
 
 def test_ops_check_what_memory_safety_needs(kernel):
