@@ -152,7 +152,8 @@ def test_gradcheck_on_the_real_backward(kernel):
 LENGTH_PAIRS = [
     ((5, 70, 1), (9, 140, 3)),  # more keys: the last query is aligned with the last key
     ((9, 140, 3), (5, 70, 1)),  # more queries: causal, the first ones see nothing
-    ((4, 0, 3, 0), (0, 5, 3, 0)),  # queries without keys, keys without queries
+    # Queries without keys, keys without queries. Long enough that the reference's own largest error is a fair sample.
+    ((4, 0, 30, 0), (0, 5, 30, 0)),
 ]
 
 

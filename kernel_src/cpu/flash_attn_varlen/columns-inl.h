@@ -68,7 +68,8 @@ inline void DescribeTile(const AttentionArgs& args, int64_t sequence, int64_t kv
     out->key_begin[c] = static_cast<Int>(present ? span.begin : 0);
     out->key_end[c] = static_cast<Int>(present ? span.end : 0);
     if (args.dropout_p > 0) {
-      uint64_t key = Scatter64(args.dropout_seed + static_cast<uint64_t>(sequence));
+      // Scattered before the index is added: neighbouring seeds must not share streams.
+      uint64_t key = Scatter64(Scatter64(args.dropout_seed) + static_cast<uint64_t>(sequence));
       key = Scatter64(key + static_cast<uint64_t>(kv_head * group + m % group));
       key = Scatter64(key + static_cast<uint64_t>(m / group));
       out->dropout[c] = static_cast<uint32_t>(key);
