@@ -31,3 +31,34 @@ inline void ChunkDecay(int64_t rows, const Acc* g, int64_t stride, Acc* decay, i
     for (; j < width; j += L) Store(decay + i * ld + j, Zero<Acc>());
   }
 }
+
+// Gradient of the log-decays g of a chunk of c tokens, from the gradients of all exponents that g_l is a term of:
+//   dg_l = sum over j < l <= i of pairs_ij + sum over i >= l of d_from_start_i + sum over j < l of d_to_end_j
+//          + d_over_chunk.
+// `pairs` is a lower tile (its diagonal is not read) with the gradients of the exponents from j to i; `d_from_start`,
+// `d_to_end` and `d_over_chunk` are those of the exponents from the chunk's start to i, from j to its end, and over the
+// whole chunk. Rows are added from the last up, so no term is added and taken away again. `columns` is scratch of kChunk.
+template <class Acc>
+inline void GatherDecayGradients(int64_t c, const Acc* pairs, int64_t ld, const Acc* d_from_start, const Acc* d_to_end,
+                                 Acc d_over_chunk, Acc* columns, Acc* dg, int64_t stride) {
+  constexpr int L = kLanes<Acc>;
+  for (int64_t j = 0; j < kChunk; ++j) columns[j] = 0;
+  Acc after = 0;
+  for (int64_t l = c - 1; l >= 0; --l) {
+    const Acc* pair = pairs + l * ld;
+    Vec<Acc> sum = Zero<Acc>();
+    for (int64_t j = 0; j < l; j += L) {
+      const Vec<Acc> column = Load<Acc>(columns + j) + Load<Acc>(pair + j);
+      Store(columns + j, column);
+      // Column l and those right of it stand for pairs that begin at token l or later.
+      sum = sum + (l - j >= L ? column : LoadN<Acc>(columns + j, static_cast<int>(l - j)));
+    }
+    after += d_from_start[l];
+    dg[l * stride] = ReduceSum<Acc>(sum) + after + d_over_chunk;
+  }
+  Acc before = 0;
+  for (int64_t l = 0; l < c; ++l) {
+    dg[l * stride] += before;
+    before += d_to_end[l];
+  }
+}

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -47,6 +48,55 @@ inline std::vector<SequenceHead> LongestFirst(const PackingView& packing, int64_
   }
   return work;
 }
+
+// How a backward pass walks a sequence: segments of chunks, the last first. What it keeps of each chunk
+// (`chunk_bytes`) is held for one segment at a time, and one state per segment. A sequence whose chunks all fit into
+// about kSegmentBytes is one segment and is recomputed once, a longer one twice; memory grows with the root of the
+// length.
+struct SegmentPlan {
+  static constexpr int64_t kSegmentBytes = int64_t{8} << 20;
+  int64_t chunks;      // of the sequence
+  int64_t per_segment;
+  int64_t segments;
+
+  SegmentPlan(int64_t chunk_bytes, int64_t length) : chunks(std::max<int64_t>(1, (length + kChunk - 1) / kChunk)) {
+    per_segment = std::max<int64_t>(1, kSegmentBytes / chunk_bytes);
+    while (per_segment * per_segment < chunks) ++per_segment;
+    per_segment = std::min(per_segment, chunks);
+    segments = (chunks + per_segment - 1) / per_segment;
+  }
+};
+
+// Sets the rows of tokens after the last boundary to 0; a row has `row_bytes`.
+inline void ClearPadding(const PackingView& packing, void* tensor, int64_t row_bytes) {
+  const int64_t end = packing.end();
+  if (end < packing.tokens) {
+    std::memset(static_cast<char*>(tensor) + end * row_bytes, 0, (packing.tokens - end) * row_bytes);
+  }
+}
+
+inline int64_t LongestSequence(const PackingView& packing) {
+  int64_t longest = 0;
+  for (int64_t n = 0; n < packing.num_sequences; ++n) longest = std::max(longest, packing.length(n));
+  return longest;
+}
+
+// Hands out pieces of one buffer in order; without a buffer it only counts.
+template <class Acc>
+class Pieces {
+ public:
+  explicit Pieces(Acc* buffer) : buffer_(buffer) {}
+  Acc* Take(int64_t elements) {
+    Acc* piece = buffer_ == nullptr ? nullptr : buffer_ + used_;
+    used_ += elements;
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  Acc* buffer_;
+  int64_t used_ = 0;
+};
 
 // Scratch memory for the work items of one call: as many buffers as items run at once, each `bytes` long, aligned to a
 // cache line, contents unspecified.

@@ -75,3 +75,9 @@ inline void StoreRowGradients(int64_t rows, int64_t columns, const Elem* source,
     }
   }
 }
+
+// Copies the strided column of c values to row[0 .. kChunk), 0 behind them.
+template <class Acc>
+inline void LoadColumn(int64_t c, const Acc* source, int64_t stride, Acc* row) {
+  for (int64_t i = 0; i < kChunk; ++i) row[i] = i < c ? source[i * stride] : Acc(0);
+}

@@ -78,33 +78,6 @@ inline void SplitPairGradients(const GatedDeltaRulePlan& plan, int64_t c, const 
   }
 }
 
-// dg_l = sum over j < l <= i of pair_ij + sum over i >= l of d_from_start_i + sum over j < l of d_to_end_j + over_chunk:
-// every exponent that g_l is a term of. Rows are added from the last up, so no term is added and taken away again.
-template <class Acc>
-inline void GatherDecayGradients(const GatedDeltaRulePlan& plan, int64_t c, Acc over_chunk,
-                                 const BackwardTiles<Acc>& tiles, Acc* columns, Acc* dg, int64_t stride) {
-  constexpr int L = kLanes<Acc>;
-  for (int64_t j = 0; j < kChunk; ++j) columns[j] = 0;
-  Acc after = 0;
-  for (int64_t l = c - 1; l >= 0; --l) {
-    const Acc* pair = tiles.pairs + l * plan.ldc;
-    Vec<Acc> sum = Zero<Acc>();
-    for (int64_t j = 0; j < l; j += L) {
-      const Vec<Acc> column = Load<Acc>(columns + j) + Load<Acc>(pair + j);
-      Store(columns + j, column);
-      // Column l and those right of it stand for pairs that begin at token l or later.
-      sum = sum + (l - j >= L ? column : LoadN<Acc>(columns + j, static_cast<int>(l - j)));
-    }
-    after += tiles.d_from_start[l];
-    dg[l * stride] = ReduceSum<Acc>(sum) + after + over_chunk;
-  }
-  Acc before = 0;
-  for (int64_t l = 0; l < c; ++l) {
-    dg[l * stride] += before;
-    before += tiles.d_to_end[l];
-  }
-}
-
 // One chunk of one value head. `state_turned` and `corrections` are what RecomputeChunks kept; d_state is the gradient
 // of the state after the chunk and becomes that of the state before it.
 template <class Elem, class Acc>
@@ -166,8 +139,8 @@ inline void BackwardChunk(const GatedDeltaRuleBackward& args, const GatedDeltaRu
   }
   Acc kept = 0;
   for (int64_t r = 0; r < V; ++r) kept += RowDot<Acc>(K, state_turned + r * ldk, tiles.d_state_turned + r * ldk);
-  GatherDecayGradients<Acc>(plan, c, over_chunk * kept, tiles, chunk.exponents, static_cast<Acc*>(args.dg) + token,
-                            in.value_heads);
+  GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, over_chunk * kept, chunk.exponents,
+                            static_cast<Acc*>(args.dg) + token, in.value_heads);
 
   // d_state = over_chunk d_state + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T)
   for (int64_t i = 0; i < c; ++i) {
@@ -206,7 +179,7 @@ template <class Elem, class Acc>
 inline void BackwardUnit(const GatedDeltaRuleBackward& args, int64_t n, int64_t h, void* scratch) {
   const GatedDeltaRuleInputs& in = args.in;
   const GatedDeltaRulePlan plan(in);
-  const SegmentPlan segments(plan, in.packing.length(n), sizeof(Acc));
+  const SegmentPlan segments(plan.kept * static_cast<int64_t>(sizeof(Acc)), in.packing.length(n));
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const BackwardTiles<Acc> tiles(plan, segments, pieces);
   const int64_t first = n * in.value_heads + h * plan.group;

@@ -65,12 +65,6 @@ inline void AdvanceState(const GatedDeltaRulePlan& plan, int64_t c, const Acc* b
                        state, plan.ldv);
 }
 
-// Copies the strided column of c values to row[0 .. kChunk), 0 behind them.
-template <class Acc>
-inline void LoadColumn(int64_t c, const Acc* source, int64_t stride, Acc* row) {
-  for (int64_t i = 0; i < kChunk; ++i) row[i] = i < c ? source[i * stride] : Acc(0);
-}
-
 // Running states of a key head's group: from the initial states, or 0.
 template <class Acc>
 inline void LoadStates(const GatedDeltaRulePlan& plan, const void* source, int64_t first, Acc* states) {

@@ -1,6 +1,5 @@
 #include "cpu/gated_delta_rule/gated_delta_rule.h"
 
-#include <cstring>
 #include <type_traits>
 
 #include "cpu/chunked/layout.h"
@@ -107,20 +106,6 @@ int64_t ElementBytes(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? 4 : 2;
 }
 int64_t AccBytes(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : 4; }
-
-// Sets the rows of tokens after the last boundary to 0; a row has `row_bytes`.
-void ClearPadding(const PackingView& packing, void* tensor, int64_t row_bytes) {
-  const int64_t end = packing.end();
-  if (end < packing.tokens) {
-    std::memset(static_cast<char*>(tensor) + end * row_bytes, 0, (packing.tokens - end) * row_bytes);
-  }
-}
-
-int64_t LongestSequence(const PackingView& packing) {
-  int64_t longest = 0;
-  for (int64_t n = 0; n < packing.num_sequences; ++n) longest = std::max(longest, packing.length(n));
-  return longest;
-}
 
 }  // namespace
 

@@ -20,6 +20,7 @@ struct GatedDeltaRulePlan {
   int64_t state;         // a state: [K, ldv]
   int64_t state_turned;  // a state transposed: [V, ldk]
   int64_t values;        // [kChunk, ldv]
+  int64_t kept;          // what the backward pass keeps of a chunk
 
   explicit GatedDeltaRulePlan(const GatedDeltaRuleInputs& in)
       : group(in.value_heads / in.key_heads),
@@ -30,24 +31,8 @@ struct GatedDeltaRulePlan {
         ldc(TileStride(kChunk)),
         state(in.key_dim * ldv),
         state_turned(in.value_dim * ldk),
-        values(kChunk * ldv) {}
-};
-
-// Hands out pieces of one buffer in order; without a buffer it only counts.
-template <class Acc>
-class Pieces {
- public:
-  explicit Pieces(Acc* buffer) : buffer_(buffer) {}
-  Acc* Take(int64_t elements) {
-    Acc* piece = buffer_ == nullptr ? nullptr : buffer_ + used_;
-    used_ += elements;
-    return piece;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  Acc* buffer_;
-  int64_t used_ = 0;
+        values(kChunk * ldv),
+        kept(group * (state_turned + values)) {}
 };
 
 // What one chunk of c tokens needs in both directions. Lower tiles are those of chunked/triangular-inl.h.
@@ -81,25 +66,6 @@ struct ChunkTiles {
         k_inverse(pieces.Take(kChunk)),
         value_rows(pieces.Take(2 * plan.values)),
         states(pieces.Take(plan.group * plan.state)) {}
-};
-
-// How the backward pass walks a sequence: segments of chunks, the last first. The states and corrections of one
-// segment are kept at once, and one state per segment. A sequence whose chunks all fit into about kSegmentBytes is one
-// segment and is recomputed once, a longer one twice; memory grows with the root of the length.
-struct SegmentPlan {
-  static constexpr int64_t kSegmentBytes = int64_t{8} << 20;
-  int64_t chunks;      // of the sequence
-  int64_t per_segment;
-  int64_t segments;
-
-  SegmentPlan(const GatedDeltaRulePlan& plan, int64_t length, int64_t element_bytes)
-      : chunks(std::max<int64_t>(1, (length + kChunk - 1) / kChunk)) {
-    const int64_t chunk_bytes = plan.group * (plan.state_turned + plan.values) * element_bytes;
-    per_segment = std::max<int64_t>(1, kSegmentBytes / chunk_bytes);
-    while (per_segment * per_segment < chunks) ++per_segment;
-    per_segment = std::min(per_segment, chunks);
-    segments = (chunks + per_segment - 1) / per_segment;
-  }
 };
 
 template <class Acc>
@@ -150,7 +116,7 @@ int64_t ForwardScratchBytes(const GatedDeltaRulePlan& plan) {
 template <class Acc>
 int64_t BackwardScratchBytes(const GatedDeltaRulePlan& plan, int64_t length) {
   Pieces<Acc> pieces(nullptr);
-  BackwardTiles<Acc>(plan, SegmentPlan(plan, length, sizeof(Acc)), pieces);
+  BackwardTiles<Acc>(plan, SegmentPlan(plan.kept * static_cast<int64_t>(sizeof(Acc)), length), pieces);
   return pieces.used() * static_cast<int64_t>(sizeof(Acc));
 }
 

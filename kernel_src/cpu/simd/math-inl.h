@@ -133,6 +133,17 @@ PACKFREE_INLINE Vec<Acc> Log(Vec<Acc> x) {
   return x == x ? (x == infinity ? infinity : y) : x;
 }
 
+// ln(1 + e^x), and x itself above 20, as torch and mamba-ssm define it. The rounding of u = 1 + e^x is taken back by the
+// factor e^x / (u - 1), so the relative error stays small where e^x does.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> Softplus(Vec<Acc> x) {
+  const Vec<Acc> small = Exp<Acc>(Min(x, Set<Acc>(Acc(20))));
+  const Vec<Acc> u = small + Acc(1);
+  const Vec<Acc> rest = u - Acc(1);
+  const Vec<Acc> y = rest == Acc(0) ? small : Log<Acc>(u) * (small / (rest == Acc(0) ? Set<Acc>(Acc(1)) : rest));
+  return x <= Acc(20) ? y : x;
+}
+
 // One element, through lane 0 of the vector function, so that every path of a kernel rounds alike.
 template <class Acc>
 PACKFREE_INLINE Acc ExpOne(Acc x) {
