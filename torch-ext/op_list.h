@@ -2,3 +2,4 @@
 PACKFREE_OP(causal_conv1d)
 PACKFREE_OP(flash_attn_varlen)
 PACKFREE_OP(gated_delta_rule)
+PACKFREE_OP(kda)

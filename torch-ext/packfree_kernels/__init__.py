@@ -6,15 +6,18 @@ from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .hooks import hooks_status, install_hooks, remove_hooks
 from .hooks import install_on_import as _install_hooks_on_import
+from .kda import chunk_kda, fused_recurrent_kda
 
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "chunk_kda",
     "cpu_tier",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
     "hooks_status",
     "install_hooks",
     "remove_hooks",
