@@ -72,13 +72,17 @@ class Case:
         return ("forward", "forward+backward") if self.both_work else ("forward",)
 
 
-def _bounds(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    return list(zip([0, *ends[:-1]], ends))
-
-
 def _cu_seqlens(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+def _samples(tensors: tuple[Tensor, ...], lengths: tuple[int, ...], dim: int) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors of each sequence, cut along ``dim``.
+
+    By ``split``, whose backward joins the gradients once; the backward of a slice fills a tensor as long as the pack,
+    which would make the peers several times slower on many short sequences.
+    """
+    return zip(*(tensor.split(lengths, dim) for tensor in tensors))
 
 
 def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,7 +92,7 @@ def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def attention(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) -> Case:
     """Causal attention, 8 query and 2 key heads; q ``[T, 8, K]``, k, v ``[T, 2, K]``."""
     heads, kv_heads, lengths = 8, 2, LENGTHS[distribution]
-    tokens, bounds, cu_seqlens = sum(lengths), _bounds(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
     sizes = ((tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, head_dim))
     labels = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = (labels[:, None] == labels[None, :]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
@@ -101,7 +105,7 @@ def attention(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) 
         return kernel.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), causal=True)
 
     def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([sdpa(q[bos:eos], k[bos:eos], v[bos:eos], is_causal=True) for bos, eos in bounds])
+        return torch.cat([sdpa(*part, is_causal=True) for part in _samples((q, k, v), lengths, 0)])
 
     # Two matmuls over the causal half, 2 flops each; the backward has five.
     flops = sum(4 * length * (length + 1) / 2 * head_dim * heads for length in lengths)
@@ -125,7 +129,7 @@ def attention(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) 
 def delta_rule(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) -> Case:
     """Gated delta rule, 4 key and 8 value heads, normalised inside; q, k ``[1, T, 4, K]``, v ``[1, T, 8, K]``."""
     heads, value_heads, lengths = 4, 8, LENGTHS[distribution]
-    tokens, bounds, cu_seqlens = sum(lengths), _bounds(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
     element = DTYPES[dtype]
     q, k = (_leaf(torch.randn(1, tokens, heads, head_dim), element) for _ in range(2))
     v = _leaf(torch.randn(1, tokens, value_heads, head_dim), element)
@@ -136,8 +140,10 @@ def delta_rule(kernel: ModuleType, dtype: str, head_dim: int, distribution: str)
     def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return kernel.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)[0]
 
-    def alone(*tensors: Tensor) -> Tensor:
-        parts = ([tensor[:, bos:eos] for tensor in tensors] for bos, eos in bounds)
+    def alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        # The stock function wants as many key heads as value heads; the models repeat them as here.
+        tensors = (*(tensor.repeat_interleave(value_heads // heads, 2) for tensor in (q, k)), v, g, beta)
+        parts = _samples(tensors, lengths, 1)
         return torch.cat(
             [stock.torch_chunk_gated_delta_rule(*part, use_qk_l2norm_in_kernel=True)[0] for part in parts], 1
         )
@@ -165,7 +171,7 @@ def delta_rule(kernel: ModuleType, dtype: str, head_dim: int, distribution: str)
 def convolution(kernel: ModuleType, dtype: str, layout: str, distribution: str) -> Case:
     """Causal convolution with silu, 2,048 channels of width 4, x ``[1, D, T]`` in one of two memory orders."""
     channels, width, lengths = 2048, 4, LENGTHS[distribution]
-    tokens, bounds, cu_seqlens = sum(lengths), _bounds(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
     element = DTYPES[dtype]
     if layout == "channel-last":
         x = torch.randn(1, tokens, channels).to(element).transpose(1, 2).requires_grad_()
@@ -177,9 +183,8 @@ def convolution(kernel: ModuleType, dtype: str, layout: str, distribution: str) 
         return kernel.causal_conv1d_fn(x, weight, activation="silu", cu_seqlens=cu_seqlens)
 
     def alone(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.cat(
-            [stock.causal_conv1d_fn(x[:, :, bos:eos], weight, None, activation="silu") for bos, eos in bounds], 2
-        )
+        parts = _samples((x,), lengths, 2)
+        return torch.cat([stock.causal_conv1d_fn(part, weight, None, activation="silu") for (part,) in parts], 2)
 
     size = channels * tokens * element.itemsize
     return Case(
@@ -236,8 +241,14 @@ def delta_rule_step(kernel: ModuleType, dtype: str, batch: int) -> Case:
     g, beta = -torch.rand(batch, 1, value_heads), torch.rand(batch, 1, value_heads).to(element)
     state = torch.randn(batch, value_heads, head_dim, head_dim)
 
-    def step(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-        return lambda q, k, v, g, beta, state: function(
+    def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> object:
+        return kernel.fused_recurrent_gated_delta_rule(
+            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+
+    def alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> object:
+        q, k = (tensor.repeat_interleave(value_heads // heads, 2) for tensor in (q, k))
+        return stock.torch_recurrent_gated_delta_rule(
             q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
 
@@ -248,8 +259,8 @@ def delta_rule_step(kernel: ModuleType, dtype: str, batch: int) -> Case:
         distribution=f"batch {batch}",
         lengths=(1,) * batch,
         tensors=(q, k, v, g, beta, state),
-        ours=step(kernel.fused_recurrent_gated_delta_rule),
-        alone=step(stock.torch_recurrent_gated_delta_rule),
+        ours=ours,
+        alone=alone,
         stock_pack=None,
         exact=torch.float32,
         limit="copy",

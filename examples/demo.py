@@ -35,14 +35,15 @@ SEED = 1
 # Steps left out of the speed: the first ones allocate memory and warm caches, in both runs alike.
 WARM_UP_STEPS = 2
 
-# Variables that would lead away from the demo's own Hub and folder. The last three make kernels 0.17.2 send a header
-# that the HTTP client refuses ("Illegal header value"); here every request stays on this machine anyway.
+# Variables that would lead away from the demo's own Hub, folder and hooks. The last three make kernels 0.17.2 send a
+# header that the HTTP client refuses ("Illegal header value"); here every request stays on this machine anyway.
 DROPPED_VARIABLES = (
     "HF_HUB_CACHE",
     "HUGGINGFACE_HUB_CACHE",
     "HF_DATASETS_CACHE",
     "KERNELS_CACHE",
     "LOCAL_KERNELS",
+    "PACKFREE_HOOKS",
     "HF_HUB_OFFLINE",
     "TRANSFORMERS_OFFLINE",
     "HF_HUB_DISABLE_TELEMETRY",
@@ -226,9 +227,13 @@ def compare(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     # The one string. "dtype" keeps a downloaded bf16 model comparable in fp32.
-    model = AutoModelForCausalLM.from_pretrained(
-        model_folder, attn_implementation=repo_id, allow_all_kernels=True, dtype=torch.float32
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder, attn_implementation=repo_id, allow_all_kernels=True, dtype=torch.float32
+        )
+    except (ValueError, OSError) as error:
+        print(f"demo: {arguments.model or 'the model'} cannot be loaded with {repo_id}: {error}", file=sys.stderr)
+        return 1
     kernel = get_kernel(repo_id, version=1, trust_remote_code=True)
     tier, hooks = kernel.cpu_tier(), sorted(kernel.hooks_status().functions)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -259,7 +264,8 @@ def compare(
 def layer_summary(config) -> str:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    return " + ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in counts.items()) + " layers"
+    names = {kind: kind.removesuffix("_attention").replace("_", " ") for kind in counts}
+    return " + ".join(f"{count} {names[kind]}" for kind, count in counts.items()) + " attention layers"
 
 
 @dataclass

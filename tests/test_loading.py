@@ -252,7 +252,7 @@ print(json.dumps(result))
 
 
 def test_loads_offline_once_the_branch_was_downloaded(hub, tmp_path):
-    """A load fetches one variant; offline, huggingface_hub 2.4 takes a branch that is fetched in part for a broken one."""
+    """A load fetches one variant, and huggingface_hub 2.4 refuses offline what it knows to be part of a branch."""
     code = f"""
 from huggingface_hub import snapshot_download
 snapshot_download("{REPO_ID}", repo_type="kernel", revision="v1")

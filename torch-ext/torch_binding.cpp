@@ -1,5 +1,6 @@
 #include "torch_binding.h"
 
+#include <cstdlib>
 #include <string>
 
 #include "cpu/simd/tier.h"
@@ -11,8 +12,8 @@ namespace {
 std::string cpu_tier() {
   packfree::Tier tier = packfree::Tier::kScalar;
   if (packfree::SelectTier(&tier)) return packfree::TierName(tier);
-  return std::string("error: PACKFREE_CPU_TIER names no tier of this CPU, whose best is ") +
-         packfree::TierName(packfree::BestTier());
+  return std::string("error: PACKFREE_CPU_TIER must be one of scalar, avx2, avx512, avx512_bf16, amx and at most ") +
+         packfree::TierName(packfree::BestTier()) + " on this CPU, got " + std::getenv("PACKFREE_CPU_TIER");
 }
 
 }  // namespace

@@ -4,7 +4,7 @@ import functools
 from types import ModuleType
 from typing import List
 
-TIERS = ["scalar", "avx2", "avx512", "avx512_bf16"]
+TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 @functools.lru_cache(maxsize=None)

@@ -90,13 +90,13 @@ inline PackingView CheckedPacking(const char* op, const Tensor& cu_seqlens, int6
   return packing;
 }
 
-// The tier that serves this call.
-inline Tier CheckedTier(const char* op) {
+// The tier that serves this call, at most `highest`: the highest tier that the op has texts for.
+inline Tier CheckedTier(const char* op, Tier highest = Tier::kAvx512Bf16) {
   Tier tier = Tier::kScalar;
   STD_TORCH_CHECK(SelectTier(&tier), op,
-                  ": PACKFREE_CPU_TIER must be one of scalar, avx2, avx512, avx512_bf16 and at most ",
+                  ": PACKFREE_CPU_TIER must be one of scalar, avx2, avx512, avx512_bf16, amx and at most ",
                   TierName(BestTier()), " on this CPU, got ", std::getenv("PACKFREE_CPU_TIER"));
-  return tier;
+  return tier > highest ? highest : tier;
 }
 
 }  // namespace packfree

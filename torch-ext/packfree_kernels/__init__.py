@@ -2,7 +2,7 @@
 
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func
+from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .hooks import hooks_status, install_hooks, remove_hooks
 from .hooks import install_on_import as _install_hooks_on_import
@@ -16,6 +16,7 @@ __all__ = [
     "cpu_tier",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_kda",
     "hooks_status",
@@ -25,7 +26,7 @@ __all__ = [
 
 
 def cpu_tier() -> str:
-    """Name of the instruction-set tier that serves CPU calls: scalar, avx2, avx512 or avx512_bf16.
+    """Name of the instruction-set tier that serves CPU calls: scalar, avx2, avx512, avx512_bf16 or amx.
 
     Raises:
         RuntimeError: ``PACKFREE_CPU_TIER`` is set to something else, or to a tier that this CPU lacks.

@@ -4,10 +4,11 @@
 // and for a sink, a key whose value is 0: ds_aux = -sum over queries of P_sink delta.
 
 // Turns scores [rows, kTileColumns] into P Z and dscores, which holds dout v^T, into dS, both transposed, for the
-// columns [column, column + kRegisters * lanes). Scores are in units of log2; lse too. `cap` as in FoldScores.
+// columns [column, column + kRegisters * lanes). lse is in units of log2.
 template <class Acc, bool kSoftcap, int kRegisters>
 inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t column, int64_t key_begin,
-                           int64_t rows, Acc cap, const Acc* lse, const Acc* delta, Acc* scores, Acc* dscores) {
+                           int64_t rows, const ScoreScale<Acc>& scale, const Acc* lse, const Acc* delta, Acc* scores,
+                           Acc* dscores) {
   constexpr int L = kLanes<Acc>;
   Vec<Acc> log_sum[kRegisters], center[kRegisters];
 #pragma GCC unroll 4
@@ -30,11 +31,10 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
     for (int j = 0; j < kRegisters; ++j) {
       Vec<Acc> s = Load<Acc>(row + j * L), dp = Load<Acc>(drow + j * L), slope = Zero<Acc>();
       if constexpr (kSoftcap) {
-        const Vec<Acc> bent = Tanh<Acc>(s);
-        slope = Acc(1) - bent * bent;
-        s = bent * cap;
+        s = Tanh<Acc>(s * scale.inner);
+        slope = Acc(1) - s * s;
       }
-      Vec<Acc> p = Exp2<Acc>(s - log_sum[j]);
+      Vec<Acc> p = Exp2<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
       if (masked) p = SelectVisible<Acc>(tile, column + j * L, key, p, Zero<Acc>());
       Vec<Acc> kept = p;
       if (args.dropout_p > 0) {
@@ -52,14 +52,14 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
 
 template <class Acc, bool kSoftcap>
 inline void TileScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t key_begin, int64_t rows,
-                               Acc cap, const Acc* lse, const Acc* delta, Acc* scores, Acc* dscores) {
+                               const ScoreScale<Acc>& scale, const Acc* lse, const Acc* delta, Acc* scores, Acc* dscores) {
   constexpr int L = kLanes<Acc>;
   int64_t c = 0;
   for (; c + 4 * L <= tile.columns; c += 4 * L) {
-    ScoreGradients<Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, cap, lse, delta, scores, dscores);
+    ScoreGradients<Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
   }
   for (; c < tile.columns; c += L) {
-    ScoreGradients<Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, cap, lse, delta, scores, dscores);
+    ScoreGradients<Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
   }
 }
 
@@ -83,12 +83,12 @@ PACKFREE_INLINE Acc RowDelta(const AttentionBackwardArgs& args, const Elem* dout
 // What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, delta.
 template <class Elem, class Acc>
 inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc scale, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* lse, Acc* delta) {
+                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* lse, Acc* delta) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
   const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
   LoadQueryRows<Elem>(tile, args.q, bos, group, unit.kv_head, args.K, q_rows, key_dim);
-  LoadTileTransposed(tile.columns, args.K, q_rows, key_dim, qt, kTileColumns, scale);
+  LoadTileTransposed(tile.columns, args.K, q_rows, key_dim, qt, kTileColumns, sign);
   LoadQueryRows<Elem>(tile, args.dout, bos, group, unit.kv_head, args.V, dout_rows, value_dim);
   LoadTileTransposed(tile.columns, args.V, dout_rows, value_dim, doutt, kTileColumns);
   for (int64_t c = 0; c < kTileColumns; ++c) {
@@ -145,9 +145,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   const int64_t keys_left = args.keys.length(unit.sequence) - range_begin;
   const int64_t range_end = range_begin + (keys_left < range_size ? keys_left : range_size);
   const bool softcap = args.softcap > 0;
-  const Acc cap = static_cast<Acc>(args.softcap * 1.44269504088896340736);
-  const Acc scale = softcap ? static_cast<Acc>(args.softmax_scale / args.softcap)
-                            : static_cast<Acc>(args.softmax_scale * 1.44269504088896340736);
+  const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   const Acc final_scale = static_cast<Acc>(args.softmax_scale);
   Acc* base = static_cast<Acc*>(scratch);
   Acc* keys = base + layout.keys;            // [range, key_dim]
@@ -188,7 +186,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
     const int64_t seen_begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
     const int64_t seen_end = tile.some.end < range_end ? tile.some.end : range_end;
     if (!unseen) {
-      LoadGradientTile<Elem>(args, unit, tile, scale, q_rows, qt, dout_rows, doutt, lse, delta);
+      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, lse, delta);
     }
     for (int64_t block = seen_begin / kKeyBlock * kKeyBlock; !unseen && block < seen_end; block += kKeyBlock) {
       const int64_t begin = block > seen_begin ? block : seen_begin;
@@ -200,9 +198,9 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
       MultiplyRows(rows, tile.columns, args.K, block_keys, key_dim, qt, scores);
       MultiplyRows(rows, tile.columns, args.V, block_values, value_dim, doutt, dscores);
       if (softcap) {
-        TileScoreGradients<Acc, true>(args, tile, begin, rows, cap, lse, delta, scores, dscores);
+        TileScoreGradients<Acc, true>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
       } else {
-        TileScoreGradients<Acc, false>(args, tile, begin, rows, cap, lse, delta, scores, dscores);
+        TileScoreGradients<Acc, false>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
       }
       // dv += (P Z)^T dout, dk += dS^T q, dq^T += k^T dS^T
       Multiply<Into::kAdd>(rows, args.V, tile.columns, scores, kTileColumns, int64_t{1}, dout_rows, value_dim,

@@ -15,6 +15,26 @@ struct QueryTile {
   uint32_t* dropout;   // [2, kTileColumns] key of each column's dropout stream
 };
 
+// How a product q . k becomes a score in units of log2: outer * (sign * q . k), or with softcap
+// outer * tanh(inner * (sign * q . k)). The sign is folded into q so that `outer` is positive and the running maximum
+// can be taken of raw products; the scale itself stays out of q because there it would cost q a rounding.
+template <class Acc>
+struct ScoreScale {
+  Acc sign;
+  Acc inner;
+  Acc outer;
+};
+template <class Acc>
+PACKFREE_INLINE ScoreScale<Acc> ScaleOf(const AttentionArgs& args) {
+  constexpr double kLog2e = 1.44269504088896340736;
+  const double size = args.softmax_scale < 0 ? -args.softmax_scale : args.softmax_scale;
+  const bool softcap = args.softcap > 0;
+  // Above 0 even for a scale of 0, so that -infinity stays -infinity.
+  const double outer = softcap ? args.softcap * kLog2e : size * kLog2e;
+  return {args.softmax_scale < 0 ? Acc(-1) : Acc(1), softcap ? static_cast<Acc>(size / args.softcap) : Acc(0),
+          static_cast<Acc>(outer < 1e-30 ? 1e-30 : outer)};
+}
+
 // A fixed bijection of 64 bits that scatters its input (the finaliser of splitmix64, Steele, Lea and Flood 2014).
 PACKFREE_INLINE uint64_t Scatter64(uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
@@ -118,11 +138,12 @@ inline void StoreQueryColumns(const QueryTile<Acc>& tile, const Acc* source, Acc
 }
 
 // scores[r, c] = row r of `a` [rows, ld] . column c of `bt` [dim, kTileColumns]: the products of keys with queries and of
-// values with output gradients. Long dots are summed in stretches of 64, which keeps their rounding near that of 64.
+// values with output gradients. Long dots are summed in stretches, which keeps their rounding near that of a short one;
+// the scalar tier, which rounds twice a step, has shorter ones.
 template <class Acc>
 inline void MultiplyRows(int64_t rows, int64_t columns, int64_t dim, const Acc* a, int64_t ld, const Acc* bt,
                          Acc* scores) {
-  constexpr int64_t kStretch = 64;
+  constexpr int64_t kStretch = PACKFREE_TIER == 0 ? 16 : 64;
   const int64_t first = dim < kStretch ? dim : kStretch;
   Multiply<Into::kOverwrite>(rows, columns, first, a, ld, int64_t{1}, bt, kTileColumns, scores, kTileColumns);
   for (int64_t d = kStretch; d < dim; d += kStretch) {

@@ -61,7 +61,7 @@ void flash_attn_varlen_bwd_cpu(const AttentionBackwardArgs& args);
 // tile spans few tokens, so little of it lies above a causal diagonal, and short sequences still fill it.
 constexpr int64_t kTileColumns = 64;
 // Keys are visited in blocks that start at multiples of this number from their sequence's first key.
-constexpr int64_t kKeyBlock = 64;
+constexpr int64_t kKeyBlock = 128;
 // The backward owns dk and dv by ranges of this many keys (less for wide heads, so that a range stays in the L2 cache).
 // Only sequences with more keys need more than one range, and with it the exchange of dq partials.
 constexpr int64_t kKeyRange = 512;

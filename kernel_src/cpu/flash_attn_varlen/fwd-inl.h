@@ -1,17 +1,16 @@
 // Forward: out = softmax(mask(score)) v with the running maximum and denominator of online softmax, one query tile
-// against one block of keys at a time. Scores are kept in units of log2: score * log2(e).
+// against one block of keys at a time. Running values are kept in units of log2: score * log2(e).
 
 // Folds a block of scores [rows, kTileColumns] into the columns [column, column + kRegisters * lanes): scores become
 // unnormalised probabilities, max and sum advance, ot is rescaled to the new maximum.
-// `cap` is softcap * log2(e); scores then hold score / softcap.
 template <class Acc, bool kSoftcap, int kRegisters>
 inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t column, int64_t key_begin,
-                       int64_t rows, Acc cap, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
+                       int64_t rows, const ScoreScale<Acc>& scale, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
   constexpr int L = kLanes<Acc>;
   const Vec<Acc> lowest = Set<Acc>(static_cast<Acc>(-__builtin_inf()));
   Vec<Acc> old[kRegisters], top[kRegisters], total[kRegisters];
 #pragma GCC unroll 4
-  for (int j = 0; j < kRegisters; ++j) old[j] = top[j] = Load<Acc>(max + column + j * L);
+  for (int j = 0; j < kRegisters; ++j) top[j] = lowest;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t key = key_begin + r;
     const bool masked = key < tile.all.begin || key >= tile.all.end;
@@ -19,7 +18,7 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
 #pragma GCC unroll 4
     for (int j = 0; j < kRegisters; ++j) {
       Vec<Acc> s = Load<Acc>(row + j * L);
-      if constexpr (kSoftcap) s = Tanh<Acc>(s) * cap;
+      if constexpr (kSoftcap) s = Tanh<Acc>(s * scale.inner);
       if (masked) s = SelectVisible<Acc>(tile, column + j * L, key, s, lowest);
       if (kSoftcap || masked) Store(row + j * L, s);
       top[j] = Max(top[j], s);
@@ -29,6 +28,8 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
 #pragma GCC unroll 4
   for (int j = 0; j < kRegisters; ++j) {
     // A column that has seen no key yet keeps the maximum -infinity; subtracting 0 keeps its probabilities 0.
+    old[j] = Load<Acc>(max + column + j * L);
+    top[j] = Max(old[j], top[j] * scale.outer);
     shift[j] = Select(top[j] == lowest, Zero<Acc>(), top[j]);
     decay[j] = Exp2<Acc>(old[j] - shift[j]);
     total[j] = Load<Acc>(sum + column + j * L) * decay[j];
@@ -45,7 +46,7 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
     }
 #pragma GCC unroll 4
     for (int j = 0; j < kRegisters; ++j) {
-      Vec<Acc> p = Exp2<Acc>(Load<Acc>(row + j * L) - shift[j]);
+      Vec<Acc> p = Exp2<Acc>(MulAdd(Load<Acc>(row + j * L), Set<Acc>(scale.outer), -shift[j]));
       total[j] = total[j] + p;
       if (args.dropout_p > 0) p = p * Load<Acc>(keep + j * L);
       Store(row + j * L, p);
@@ -61,15 +62,15 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
 }
 
 template <class Acc, bool kSoftcap>
-inline void FoldTile(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t key_begin, int64_t rows, Acc cap,
-                     Acc* scores, Acc* max, Acc* sum, Acc* ot) {
+inline void FoldTile(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t key_begin, int64_t rows,
+                     const ScoreScale<Acc>& scale, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
   constexpr int L = kLanes<Acc>;
   int64_t c = 0;
   for (; c + 4 * L <= tile.columns; c += 4 * L) {
-    FoldScores<Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, cap, scores, max, sum, ot);
+    FoldScores<Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
   }
   for (; c < tile.columns; c += L) {
-    FoldScores<Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, cap, scores, max, sum, ot);
+    FoldScores<Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
   }
 }
 
@@ -83,9 +84,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   const int64_t q_bos = args.queries.bos(unit.sequence), k_bos = args.keys.bos(unit.sequence);
   const int64_t tile_count = unit.tile_end - unit.tile_begin;
   const bool softcap = args.softcap > 0;
-  const Acc cap = static_cast<Acc>(args.softcap) * kLog2e;
-  const Acc scale = softcap ? static_cast<Acc>(args.softmax_scale / args.softcap)
-                            : static_cast<Acc>(args.softmax_scale * 1.44269504088896340736);
+  const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   Acc* base = static_cast<Acc*>(scratch);
   Acc* keys = base + layout.keys;      // [kKeyBlock, key_dim]
   Acc* values = base + layout.values;  // [kKeyBlock, value_dim]
@@ -93,7 +92,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   Acc* rows = base + layout.rows;      // [kTileColumns, max(key_dim, value_dim)]
   QueryTile<Acc> tiles[16];
 
-  // Queries, transposed and scaled; a sink opens the softmax of its head as a key with value 0 would.
+  // Queries, transposed; a sink opens the softmax of its head as a key with value 0 would.
   KeySpan some{args.keys.length(unit.sequence), 0};
   for (int64_t t = 0; t < tile_count; ++t) {
     Acc* qt = base + layout.tiles + t * layout.tile_size;  // [K, kTileColumns]
@@ -103,7 +102,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
     QueryTile<Acc>& tile = tiles[t];
     DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.tile_begin + t, sum + kTileColumns, &tile);
     LoadQueryRows<Elem>(tile, args.q, q_bos, group, unit.kv_head, args.K, rows, key_dim);
-    LoadTileTransposed(tile.columns, args.K, rows, key_dim, qt, kTileColumns, scale);
+    LoadTileTransposed(tile.columns, args.K, rows, key_dim, qt, kTileColumns, scale.sign);
     ClearTile(args.V, kTileColumns, ot, kTileColumns);
     for (int64_t c = 0; c < kTileColumns; ++c) {
       const int64_t head = unit.kv_head * group + (tile.first + c) % group;
@@ -139,9 +138,9 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
       // scores[key, query] = k[key] . q[query]
       MultiplyRows(end - begin, tile.columns, args.K, keys + (begin - block) * key_dim, key_dim, qt, scores);
       if (softcap) {
-        FoldTile<Acc, true>(args, tile, begin, end - begin, cap, scores, max, sum, ot);
+        FoldTile<Acc, true>(args, tile, begin, end - begin, scale, scores, max, sum, ot);
       } else {
-        FoldTile<Acc, false>(args, tile, begin, end - begin, cap, scores, max, sum, ot);
+        FoldTile<Acc, false>(args, tile, begin, end - begin, scale, scores, max, sum, ot);
       }
       // ot[:, query] += v[key] p[key, query]
       Multiply<Into::kAdd>(args.V, tile.columns, end - begin, values + (begin - block) * value_dim, int64_t{1},

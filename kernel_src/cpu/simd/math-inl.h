@@ -74,20 +74,18 @@ constexpr Acc Exp2Coefficient(int k) {
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Exp2(Vec<Acc> x) {
   constexpr bool kSingle = sizeof(Acc) == 4;
-  constexpr Acc kLowest = kSingle ? Acc(-125) : Acc(-1021);
+  constexpr Acc kLowest = kSingle ? Acc(-127) : Acc(-1023);
   constexpr Acc kRound = kSingle ? Acc(12582912.0) : Acc(6755399441055744.0);
   // The constant stands first because the comparison then lets a NaN through.
   const Vec<Acc> clamped = Max(Set<Acc>(kLowest), x);
   const Vec<Acc> shifted = clamped + kRound;
-  const Vec<Acc> count = shifted - kRound;
-  const Vec<Acc> r = clamped - count;
+  const Vec<Acc> r = clamped - (shifted - kRound);
   Vec<Acc> y = Set<Acc>(Exp2Coefficient<Acc>(kExp2Degree<Acc>));
 #pragma GCC unroll 16
   for (int k = kExp2Degree<Acc> - 1; k >= 0; --k) y = MulAdd(y, r, Set<Acc>(Exp2Coefficient<Acc>(k)));
-  using Int = IntVec<Acc>;
-  const Int one = (Int)Set<Acc>(Acc(1));
-  y = y * (Vec<Acc>)(one + (((Int)shifted - (Int)Set<Acc>(kRound)) << (kSingle ? 23 : 52)));
-  return x < kLowest ? Zero<Acc>() : y;
+  // The low bits of `shifted` are the nearest integer, moved into the exponent of 1. The lowest integer makes it 0.
+  const IntVec<Acc> one = (IntVec<Acc>)Set<Acc>(Acc(1));
+  return y * (Vec<Acc>)(one + ((IntVec<Acc>)shifted << (kSingle ? 23 : 52)));
 }
 
 // 1 / (1 + e^-x)

@@ -3,10 +3,28 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace packfree {
 
 namespace {
-constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+
+#if PACKFREE_X86
+// Tile registers are large, so Linux hands them to a process only on request (once, for all its threads).
+bool RequestMatrixUnit() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 Tier DetectBestTier() {
 #if PACKFREE_X86
@@ -14,7 +32,11 @@ Tier DetectBestTier() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) return Tier::kAvx512Bf16;
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (avx512_bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && RequestMatrixUnit()) {
+    return Tier::kAmx;
+  }
+  if (avx512_bf16) return Tier::kAvx512Bf16;
   if (avx512) return Tier::kAvx512;
   if (avx2) return Tier::kAvx2;
 #endif

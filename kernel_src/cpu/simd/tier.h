@@ -23,9 +23,11 @@
 
 namespace packfree {
 
-enum class Tier { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+// kAmx adds the matrix unit. Only kernels that multiply bf16 matrices have texts for it; the others are asked for the
+// tier below.
+enum class Tier { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
-// Name of a tier as PACKFREE_CPU_TIER spells it: scalar, avx2, avx512, avx512_bf16.
+// Name of a tier as PACKFREE_CPU_TIER spells it: scalar, avx2, avx512, avx512_bf16, amx.
 const char* TierName(Tier tier);
 
 // The best tier this CPU has.

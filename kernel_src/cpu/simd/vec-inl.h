@@ -170,7 +170,7 @@ PACKFREE_INLINE Vec<float> WidenBf16(HalfVec half) {
   return (Vec<float>)(__builtin_convertvector(half, BitsVec) << 16);
 }
 PACKFREE_INLINE HalfVec NarrowBf16(Vec<float> v) {
-#if PACKFREE_TIER == 3
+#if PACKFREE_TIER >= 3
   // The instruction flushes subnormals to zero; they lie below anything a bf16 tensor of a model tells apart from 0.
   return (HalfVec)_mm512_cvtneps_pbh(v);
 #else

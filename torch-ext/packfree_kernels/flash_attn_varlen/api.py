@@ -132,7 +132,7 @@ def flash_attn_func(
     op = "flash_attn_func"
     _refuse(op, alibi_slopes=alibi_slopes)
     _check_heads(op, q, k, v, 4)
-    batch, query_length, heads = q.shape[0], q.shape[1], q.shape[2]
+    batch, query_length = q.shape[0], q.shape[1]
     rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     out, lse = _attend(
         op, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rows * query_length, rows * k.shape[1], dropout_p,

@@ -37,7 +37,7 @@ def dropout_keep(seed: int, sequence: int, head: int, query_length: int, key_len
     keys = torch.arange(key_length, dtype=torch.int64)
     rows = []
     for query in range(query_length):
-        stream = _scatter64((_scatter64((_scatter64((seed + sequence) & _MASK_64) + head) & _MASK_64) + query) & _MASK_64)
+        stream = _scatter64(_scatter64(_scatter64(seed + sequence) + head) + query)
         hashed = _murmur_rounds((keys + (stream & _MASK_32)) & _MASK_32)
         rows.append(_murmur_rounds(hashed ^ (stream >> 32)) >= int(dropout_p * 2**32))
     return torch.stack(rows) if rows else torch.zeros(0, key_length, dtype=torch.bool)

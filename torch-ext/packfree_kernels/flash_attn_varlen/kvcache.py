@@ -1,0 +1,156 @@
+"""Attention of new queries over a cache of keys and values, contiguous or in pages. Forward only."""
+
+from typing import Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .._checks import check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .api import _DTYPES, _attend, _check_heads, _refuse
+
+Lengths = Union[int, Tensor]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    cache_seqlens: Optional[Lengths] = None,
+    cache_batch_idx: Optional[Tensor] = None,
+    cache_leftpad: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Optional[Tensor] = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    s_aux: Optional[Tensor] = None,
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """Append new keys and values to a cache, in place, and attend to everything in it.
+
+    Args:
+        q: ``[B, Tq, H, K]``, Tq new queries a row.
+        k_cache, v_cache: ``[B', S, HK, K]`` and ``[B', S, HK, V]``, S positions a row; with ``block_table``
+            ``[pages, S, HK, K]`` and ``[pages, S, HK, V]``, S positions a page. Any strides; float dtype of ``q``.
+        k, v: ``[B, Tnew, HK, K]`` and ``[B, Tnew, HK, V]``, written behind the ``cache_seqlens`` positions already
+            there. Both or neither.
+        cache_seqlens: integers ``[B]`` or one int, positions filled before this call. None: all S (none if new keys
+            come without it).
+        cache_batch_idx: integers ``[B]``, the cache row of each batch row; default row b. Not with ``block_table``.
+        block_table: integers ``[B, pages a row]``, the page of each stretch of S positions.
+        num_splits, rotary_interleaved: accepted and without effect.
+        rotary_cos, rotary_sin, cache_leftpad, alibi_slopes: not supported.
+        The others, and which keys a query sees: as ``flash_attn_varlen_func``, with the last query aligned to the last
+        filled position.
+
+    Returns:
+        out ``[B, Tq, H, V]``, with ``return_softmax_lse`` also the log-sum-exp ``[B, H, Tq]``. No gradients. Reads
+        ``cache_seqlens`` and ``block_table``, and copies the filled part of the cache.
+
+    Raises:
+        TypeError, ValueError: as ``flash_attn_varlen_func``; lengths that pass the cache's end; pages or rows out of
+            range; only one of ``k`` and ``v``.
+        NotImplementedError: an unsupported argument given.
+
+    Source: the function of this name in the flash-attn package (interface).
+    """
+    op = "flash_attn_with_kvcache"
+    _refuse(
+        op, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes
+    )
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(op, name, tensor, 4)
+        check_dtype(op, name, tensor, _DTYPES)
+        check_same_device(op, name, tensor, q.device)
+    check_shape(op, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), "[B, S, HK, V]")
+    if (k is None) != (v is None):
+        raise value_error(op, "k and v", "come together", f"only {'v' if k is None else 'k'}")
+    batch, query_length = q.shape[0], q.shape[1]
+    new = 0 if k is None else k.shape[1]
+    rows = _table(op, batch, k_cache, cache_batch_idx, block_table)
+    capacity = rows.shape[1] * k_cache.shape[1]
+    filled = _filled(op, cache_seqlens, batch, new, capacity)
+    page, slot = _places(rows, torch.zeros_like(filled), filled + new, k_cache.shape[1])
+    unknown = (page < 0) | (page >= k_cache.shape[0])
+    if bool(unknown.any()):
+        must = f"name pages 0 .. {k_cache.shape[0] - 1} where used"
+        raise value_error(op, "block_table", must, int(page[unknown][0]))
+    with torch.no_grad():
+        if k is not None and v is not None:
+            _check_heads(op, q, k, v, 4)
+            check_shape(op, "k", k, (batch, new, *k_cache.shape[2:]), "[B, Tnew, HK, K]")
+            check_shape(op, "v", v, (batch, new, *v_cache.shape[2:]), "[B, Tnew, HK, V]")
+            new_places = _places(rows, filled, filled + new, k_cache.shape[1])
+            k_cache[new_places] = k.flatten(0, 1)
+            v_cache[new_places] = v.flatten(0, 1)
+        keys, values = k_cache[page, slot], v_cache[page, slot]
+        queries = q.flatten(0, 1)
+        _check_heads(op, queries, keys, values, 3)
+        offsets_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * query_length
+        offsets_k = torch.cat([filled.new_zeros(1), torch.cumsum(filled + new, 0)]).to(torch.int32)
+        out, lse = _attend(
+            op, queries, keys, values, offsets_q, offsets_k, 0.0, softmax_scale, causal, window_size, softcap, s_aux
+        )
+    out = out.unflatten(0, (batch, query_length))
+    if not return_softmax_lse:
+        return out
+    return out, lse.unflatten(1, (batch, query_length)).transpose(0, 1)
+
+
+def _check_integers(op: str, name: str, tensor: Tensor, shape: Tuple[int, ...], letters: str, below: int) -> Tensor:
+    check_tensor(op, name, tensor, len(shape))
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise type_error(op, name, "be an int32 or int64 tensor", str(tensor.dtype).replace("torch.", ""))
+    check_shape(op, name, tensor, shape, letters)
+    tensor = tensor.to(torch.int64)
+    bad = (tensor < 0) | (tensor >= below)
+    if bool(bad.any()):
+        raise value_error(op, name, f"lie in 0 .. {below - 1}", int(tensor[bad][0]))
+    return tensor
+
+
+def _table(
+    op: str, batch: int, k_cache: Tensor, cache_batch_idx: Optional[Tensor], block_table: Optional[Tensor]
+) -> Tensor:
+    """The first axis of the cache for each stretch of S positions of each batch row, int64 ``[B, stretches]``."""
+    if block_table is not None:
+        if cache_batch_idx is not None:
+            raise value_error(op, "cache_batch_idx", "be absent where block_table is given", "both")
+        check_tensor(op, "block_table", block_table, 2)
+        # Entries behind the filled pages are often -1, so the values are checked where they are used.
+        if block_table.dtype not in (torch.int32, torch.int64):
+            raise type_error(op, "block_table", "be an int32 or int64 tensor", block_table.dtype)
+        check_shape(op, "block_table", block_table, (batch, block_table.shape[1]), "[B, pages a row]")
+        return block_table.to(torch.int64)
+    if cache_batch_idx is not None:
+        return _check_integers(op, "cache_batch_idx", cache_batch_idx, (batch,), "[B]", k_cache.shape[0])[:, None]
+    if k_cache.shape[0] < batch:
+        raise value_error(op, "k_cache", f"have a row for each of the {batch} rows of q", k_cache.shape[0])
+    return torch.arange(batch, device=k_cache.device)[:, None]
+
+
+def _filled(op: str, cache_seqlens: Optional[Lengths], batch: int, new: int, capacity: int) -> Tensor:
+    """Positions filled before the call, int64 ``[B]``."""
+    if cache_seqlens is None:
+        cache_seqlens = capacity if new == 0 else 0
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full((batch,), cache_seqlens)
+    return _check_integers(op, "cache_seqlens", cache_seqlens, (batch,), "[B]", capacity - new + 1)
+
+
+def _places(rows: Tensor, begin: Tensor, end: Tensor, size: int) -> Tuple[Tensor, Tensor]:
+    """Cache row or page, and position in it, of positions begin .. end - 1 of every batch row, joined."""
+    pages, slots = [], []
+    for row, first, last in zip(rows, begin.tolist(), end.tolist()):
+        position = torch.arange(first, last, device=rows.device)
+        pages.append(row[position // size])
+        slots.append(position % size)
+    return torch.cat(pages), torch.cat(slots)
