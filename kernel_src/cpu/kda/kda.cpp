@@ -78,16 +78,17 @@ struct Kernels {
   void (*parameters)(const KdaBackward& args, int64_t h);
 };
 
-#define PACKFREE_KERNELS(tier, Elem, Acc)                                                                \
-  Kernels {                                                                                              \
-    &tier::ForwardUnit<Elem, Acc>, &tier::BackwardUnit<Elem, Acc>, &tier::RecurrentUnit<Elem, Acc>,      \
-        &tier::GateParameterGradients<Acc>                                                               \
+#define PACKFREE_KERNELS(tier, Elem, Acc)                                                           \
+  Kernels {                                                                                         \
+    &tier::ForwardUnit<Elem, Acc>, &tier::BackwardUnit<Elem, Acc>, &tier::RecurrentUnit<Elem, Acc>, \
+        &tier::GateParameterGradients<Acc>                                                          \
   }
 
 Kernels PickKernels(Tier tier, Dtype dtype) {
   if (dtype == Dtype::kFloat64) return PACKFREE_KERNELS(scalar, double, double);
 #if PACKFREE_X86
   switch (tier) {
+    case Tier::kAmx:  // has no text of its own
     case Tier::kAvx512Bf16:
       if (dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(avx512_bf16, bf16, float);
       [[fallthrough]];

@@ -93,8 +93,8 @@ def chunk_kda(
         >>> o, state = chunk_kda(q, k, v, g, beta, cu_seqlens=[0, 5, 13], output_final_state=True)
         >>> state.shape  # [2, HV, K, V]
 
-    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025); argument names and order of
-    flash-linear-attention's function of this name. Derivation of both passes: README.md in this folder.
+    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025); argument names and order
+    of flash-linear-attention's function of this name. Derivation of both passes: README.md in this folder.
     """
     return _call(
         "chunk_kda", ops.kda_fwd, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -130,8 +130,8 @@ def fused_recurrent_kda(
         NotImplementedError: in the backward pass; call :func:`chunk_kda` to train.
     """
     return _call(
-        "fused_recurrent_kda", ops.kda_recurrent_fwd, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, cu_seqlens, A_log, dt_bias, safe_gate, lower_bound, seq_idx, position_ids,
+        "fused_recurrent_kda", ops.kda_recurrent_fwd, q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, cu_seqlens, A_log, dt_bias, safe_gate, lower_bound, seq_idx, position_ids,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ def kda_gate_reference(
 ) -> Tensor:
     """Log-decay ``[T, HV, K]`` from what a model projects.
 
-    With ``x = g + dt_bias``: ``-exp(A_log) softplus(x)``, or ``lower_bound sigmoid(exp(A_log) x)`` if ``lower_bound`` is
-    given.
+    With ``x = g + dt_bias``: ``-exp(A_log) softplus(x)``, or ``lower_bound sigmoid(exp(A_log) x)`` if ``lower_bound``
+    is given.
 
     Args:
         g: ``[T, HV, K]``.
