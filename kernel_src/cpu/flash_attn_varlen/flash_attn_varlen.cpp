@@ -14,6 +14,7 @@
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/products-inl.h"
 #include "cpu/flash_attn_varlen/fwd-inl.h"
 #include "cpu/flash_attn_varlen/bwd-inl.h"
 #include "cpu/simd/end_tier.h"
@@ -24,6 +25,7 @@
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/products-inl.h"
 #include "cpu/flash_attn_varlen/fwd-inl.h"
 #include "cpu/flash_attn_varlen/bwd-inl.h"
 #include "cpu/simd/end_tier.h"
@@ -33,6 +35,7 @@
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/products-inl.h"
 #include "cpu/flash_attn_varlen/fwd-inl.h"
 #include "cpu/flash_attn_varlen/bwd-inl.h"
 #include "cpu/simd/end_tier.h"
@@ -42,8 +45,19 @@
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/tile-inl.h"
 #include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/products-inl.h"
 #include "cpu/flash_attn_varlen/fwd-inl.h"
 #include "cpu/flash_attn_varlen/bwd-inl.h"
+#include "cpu/simd/end_tier.h"
+
+#include "cpu/simd/begin_amx.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/simd/matrix-inl.h"
+#include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/products_matrix-inl.h"
+#include "cpu/flash_attn_varlen/fwd-inl.h"
 #include "cpu/simd/end_tier.h"
 #endif
 
@@ -60,10 +74,15 @@ struct Kernels {
 #define PACKFREE_KERNELS(tier, Elem, Acc) \
   Kernels { tier::ForwardUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>, tier::SinkGradientUnit<Elem, Acc> }
 
-// double runs in the scalar tier whatever the tier; only bf16 has kernels of its own in the tier avx512_bf16.
+// double runs in the scalar tier whatever the tier; only bf16 has kernels of its own in the tiers avx512_bf16 and, for the
+// forward, amx.
 Kernels SelectKernels(Tier tier, Dtype dtype) {
   if (dtype == Dtype::kFloat64) return PACKFREE_KERNELS(scalar, double, double);
 #if PACKFREE_X86
+  if (tier == Tier::kAmx && dtype == Dtype::kBFloat16) {
+    return Kernels{amx::ForwardUnit<bf16, float>, avx512_bf16::BackwardUnit<bf16, float>,
+                   avx512_bf16::SinkGradientUnit<bf16, float>};
+  }
   if (tier == Tier::kAvx512Bf16 && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(avx512_bf16, bf16, float);
   if (tier >= Tier::kAvx512) {
     return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(avx512, float, float)

@@ -80,7 +80,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   constexpr int L = kLanes<Acc>;
   const ForwardScratch layout(args);
   const int64_t group = args.H / args.HK;
-  const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
+  const int64_t key_dim = PaddedDim(args.K);
   const int64_t q_bos = args.queries.bos(unit.sequence), k_bos = args.keys.bos(unit.sequence);
   const int64_t tile_count = unit.tile_end - unit.tile_begin;
   const bool softcap = args.softcap > 0;
@@ -91,7 +91,9 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   Acc* scores = base + layout.scores;  // [kKeyBlock, kTileColumns]
   Acc* rows = base + layout.rows;      // [kTileColumns, max(key_dim, value_dim)]
   QueryTile<Acc> tiles[16];
+  using Products = ForwardProducts<Elem, Acc>;
 
+  Products::Open();
   // Queries, transposed; a sink opens the softmax of its head as a key with value 0 would.
   KeySpan some{args.keys.length(unit.sequence), 0};
   for (int64_t t = 0; t < tile_count; ++t) {
@@ -103,6 +105,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
     DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.tile_begin + t, sum + kTileColumns, &tile);
     LoadQueryRows<Elem>(tile, args.q, q_bos, group, unit.kv_head, args.K, rows, key_dim);
     LoadTileTransposed(tile.columns, args.K, rows, key_dim, qt, kTileColumns, scale.sign);
+    Products::PrepareQueries(args.K, qt);
     ClearTile(args.V, kTileColumns, ot, kTileColumns);
     for (int64_t c = 0; c < kTileColumns; ++c) {
       const int64_t head = unit.kv_head * group + (tile.first + c) % group;
@@ -118,35 +121,37 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
 
   for (int64_t block = some.begin / kKeyBlock * kKeyBlock; block < some.end; block += kKeyBlock) {
     const int64_t block_end = block + kKeyBlock < some.end ? block + kKeyBlock : some.end;
-    LoadTile(block_end - block, args.K,
-             static_cast<const Elem*>(args.k.data) + (k_bos + block) * args.k.token_stride +
-                 unit.kv_head * args.k.head_stride,
-             args.k.token_stride, keys, key_dim);
-    LoadTile(block_end - block, args.V,
-             static_cast<const Elem*>(args.v.data) + (k_bos + block) * args.v.token_stride +
-                 unit.kv_head * args.v.head_stride,
-             args.v.token_stride, values, value_dim);
+    Products::LoadKeys(block_end - block, args.K,
+                      static_cast<const Elem*>(args.k.data) + (k_bos + block) * args.k.token_stride +
+                          unit.kv_head * args.k.head_stride,
+                      args.k.token_stride, keys);
+    Products::LoadValues(block_end - block, args.V,
+                        static_cast<const Elem*>(args.v.data) + (k_bos + block) * args.v.token_stride +
+                            unit.kv_head * args.v.head_stride,
+                        args.v.token_stride, values, scores);
     for (int64_t t = 0; t < tile_count; ++t) {
       const QueryTile<Acc>& tile = tiles[t];
-      const int64_t begin = tile.some.begin > block ? tile.some.begin : block;
+      const int64_t seen_begin = tile.some.begin > block ? tile.some.begin : block;
       const int64_t end = tile.some.end < block_end ? tile.some.end : block_end;
-      if (begin >= end) continue;
+      if (seen_begin >= end) continue;
+      const int64_t begin = Products::kWholeBlocks ? block : seen_begin;
       Acc* qt = base + layout.tiles + t * layout.tile_size;
       Acc* ot = qt + key_dim * kTileColumns;
       Acc* max = qt + layout.column_info;
       Acc* sum = max + kTileColumns;
       // scores[key, query] = k[key] . q[query]
-      MultiplyRows(end - begin, tile.columns, args.K, keys + (begin - block) * key_dim, key_dim, qt, scores);
+      Products::Scores(begin - block, end - begin, tile.columns, args.K, keys, qt, scores);
       if (softcap) {
         FoldTile<Acc, true>(args, tile, begin, end - begin, scale, scores, max, sum, ot);
       } else {
         FoldTile<Acc, false>(args, tile, begin, end - begin, scale, scores, max, sum, ot);
       }
       // ot[:, query] += v[key] p[key, query]
-      Multiply<Into::kAdd>(args.V, tile.columns, end - begin, values + (begin - block) * value_dim, int64_t{1},
-                           value_dim, scores, kTileColumns, ot, kTileColumns);
+      Products::AddValues(begin - block, end - begin, tile.columns, args.V, values, scores, ot);
     }
   }
+
+  Products::Close();
 
   // out = ot / sum, lse = max ln(2) + ln(sum). A row that saw nothing has sum 0: output 0, lse -infinity.
   for (int64_t t = 0; t < tile_count; ++t) {

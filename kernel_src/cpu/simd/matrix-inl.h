@@ -13,21 +13,18 @@ constexpr int64_t kMatrixColumns = 64;
 
 PACKFREE_INLINE int64_t RoundUp(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Gives the calling thread eight tiles of 16 rows of 64 bytes, from construction to destruction.
-struct MatrixUnit {
-  PACKFREE_INLINE MatrixUnit() {
-    alignas(64) uint8_t config[64] = {};
-    config[0] = 1;  // palette
-    for (int tile = 0; tile < 8; ++tile) {
-      config[16 + 2 * tile] = 64;  // bytes of a row, 16 bits
-      config[48 + tile] = 16;      // rows
-    }
-    _tile_loadconfig(config);
+// Gives the calling thread eight tiles of 16 rows of 64 bytes, until CloseMatrixUnit. (Not a class with a constructor:
+// the members that a compiler makes for its users would lie outside the target pragma.)
+PACKFREE_INLINE void OpenMatrixUnit() {
+  alignas(64) uint8_t config[64] = {};
+  config[0] = 1;  // palette
+  for (int tile = 0; tile < 8; ++tile) {
+    config[16 + 2 * tile] = 64;  // bytes of a row, 16 bits
+    config[48 + tile] = 16;      // rows
   }
-  PACKFREE_INLINE ~MatrixUnit() { _tile_release(); }
-  MatrixUnit(const MatrixUnit&) = delete;
-  MatrixUnit& operator=(const MatrixUnit&) = delete;
-};
+  _tile_loadconfig(config);
+}
+PACKFREE_INLINE void CloseMatrixUnit() { _tile_release(); }
 
 // c[16 or 32 rows, 32 columns] = or += a b. Tiles 0-3 hold c, 4-5 a, 6-7 b.
 template <Into kInto, bool kTwoRows>
