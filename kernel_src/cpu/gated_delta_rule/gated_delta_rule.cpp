@@ -79,6 +79,7 @@ Kernels PickKernels(Tier tier, Dtype dtype) {
   if (dtype == Dtype::kFloat64) return PACKFREE_KERNELS(scalar, double, double);
 #if PACKFREE_X86
   switch (tier) {
+    case Tier::kAmx:
     case Tier::kAvx512Bf16:
       if (dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(avx512_bf16, bf16, float);
       [[fallthrough]];
