@@ -131,7 +131,8 @@ def fused_recurrent_kda(
     """
     return _call(
         "fused_recurrent_kda", ops.kda_recurrent_fwd, q, k, v, g, beta, scale, initial_state, output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, cu_seqlens, A_log, dt_bias, safe_gate, lower_bound, seq_idx, position_ids,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, cu_seqlens, A_log, dt_bias, safe_gate, lower_bound, seq_idx,
+        position_ids,
     )  # fmt: skip
 
 
