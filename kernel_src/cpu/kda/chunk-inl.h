@@ -1,17 +1,13 @@
 // Stages of a chunk that the forward pass and the recomputation of the backward pass share. Included once per tier,
 // after simd/*-inl.h, chunked/*-inl.h and gate-inl.h. Letters as in the README: c tokens of the chunk, S the state before
-// it. Every decay is a product of the decays of exactly the tokens it spans: no quotient, no difference of sums.
+// it. Every decay is the exponential of a sum over tokens it spans, or a product of such: no quotient, no difference of
+// sums.
 
 // out = a * b over a padded row.
 template <class Acc>
 PACKFREE_INLINE void MultiplyRow(int64_t columns, const Acc* a, const Acc* b, Acc* out) {
   for (int64_t x = 0; x < columns; x += kLanes<Acc>) Store(out + x, Load<Acc>(a + x) * Load<Acc>(b + x));
 }
-template <class Acc>
-PACKFREE_INLINE void FillRow(int64_t columns, Acc value, Acc* out) {
-  for (int64_t x = 0; x < columns; x += kLanes<Acc>) Store(out + x, Set<Acc>(value));
-}
-
 PACKFREE_INLINE int64_t SubBlocksOf(int64_t c) { return (c + kSubBlock - 1) / kSubBlock; }
 
 // Loads q (if `with_q`) and k of tokens [begin, begin + c) of key head h.
@@ -28,46 +24,51 @@ inline void LoadChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin, i
                 tiles.q_inverse);
 }
 
-// Decays of a chunk from those of its tokens in tiles.step: inner, next, from_start and to_mark of plan.h.
+// Decays inside the sub-blocks: inner, next and step of plan.h, from the log-decays that tiles.step holds before.
 template <class Acc>
-inline void ChunkDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
-  const int64_t K = plan.key_dim, ld = plan.ldk, blocks = SubBlocksOf(c);
-  const Acc* step = tiles.step;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t first = b * kSubBlock, end = first + kSubBlock < c ? first + kSubBlock : c;
-    FillRow<Acc>(K, Acc(1), tiles.inner + first * ld);
-    for (int64_t i = first + 1; i < end; ++i) {
-      MultiplyRow<Acc>(K, tiles.inner + (i - 1) * ld, step + i * ld, tiles.inner + i * ld);
-    }
-    // The next mark is the first token of the next sub-block, in the last sub-block its last token.
-    const bool last = b + 1 == blocks;
-    Acc* next = tiles.next + (end - 1) * ld;
-    if (last) {
-      FillRow<Acc>(K, Acc(1), next);
-    } else {
-      __builtin_memcpy(next, step + end * ld, PadColumns<Acc>(K) * sizeof(Acc));
-    }
-    for (int64_t j = end - 2; j >= first; --j) {
-      MultiplyRow<Acc>(K, tiles.next + (j + 1) * ld, step + (j + 1) * ld, tiles.next + j * ld);
-    }
-    // What leads to a mark leads through the marks before it, each a first token.
-    const int64_t mark = b + 1;
-    for (int64_t a = 0; a < b; ++a) {
-      const int64_t from = a * kSubBlock;
-      const Acc* before = tiles.to_mark + (MarkRow(b) + from) * ld;
-      Acc* now = tiles.to_mark + (MarkRow(mark) + from) * ld;
-      for (int64_t j = 0; j < kSubBlock; ++j) {
-        MultiplyRow<Acc>(K, before + j * ld, tiles.next + first * ld, now + j * ld);
+inline void SubBlockDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
+  const int64_t ld = plan.ldk;
+  for (int64_t first = 0; first < c; first += kSubBlock) {
+    const bool last = first + kSubBlock >= c;
+    const int64_t end = last ? c : first + kSubBlock;
+    for (int64_t x = 0; x < plan.key_dim; x += kLanes<Acc>) {
+      const Acc* logs = tiles.step + x;
+      Vec<Acc> sum = Zero<Acc>();
+      Store(tiles.inner + first * ld + x, Set<Acc>(1));
+      for (int64_t i = first + 1; i < end; ++i) {
+        sum = sum + Load<Acc>(logs + i * ld);
+        Store(tiles.inner + i * ld + x, Exp<Acc>(sum));
+      }
+      // The next mark is the first token of the next sub-block, in the last sub-block its last token.
+      sum = last ? Zero<Acc>() : Load<Acc>(logs + end * ld);
+      Store(tiles.next + (end - 1) * ld + x, Exp<Acc>(sum));
+      for (int64_t j = end - 2; j >= first; --j) {
+        sum = sum + Load<Acc>(logs + (j + 1) * ld);
+        Store(tiles.next + j * ld + x, Exp<Acc>(sum));
       }
     }
-    __builtin_memcpy(tiles.to_mark + (MarkRow(mark) + first) * ld, tiles.next + first * ld,
-                     ((end - first - 1) * ld + PadColumns<Acc>(K)) * sizeof(Acc));
-    // From the chunk's start to this sub-block's first token, then on inside it.
+  }
+  ExpTile<Acc>(c, plan.key_dim, tiles.step, ld);
+}
+
+// Decays between sub-blocks: to_mark and from_start of plan.h.
+template <class Acc>
+inline void ChunkDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
+  const int64_t K = plan.key_dim, ld = plan.ldk, row_bytes = PadColumns<Acc>(K) * sizeof(Acc);
+  for (int64_t first = 0; first < c; first += kSubBlock) {
+    const int64_t end = first + kSubBlock < c ? first + kSubBlock : c, mark = first / kSubBlock + 1;
+    const Acc* over = tiles.next + first * ld;  // from this sub-block's first token to the mark after it
+    // What leads to that mark leads through the one before it, which is this first token.
+    const Acc* before = tiles.to_mark + MarkRow(mark - 1) * ld;
+    Acc* now = tiles.to_mark + MarkRow(mark) * ld;
+    for (int64_t j = 0; j < first; ++j) MultiplyRow<Acc>(K, before + j * ld, over, now + j * ld);
+    __builtin_memcpy(now + first * ld, over, (end - first - 1) * ld * sizeof(Acc) + row_bytes);
+    // From the chunk's start to the first token, then on inside the sub-block.
     Acc* start = tiles.from_start + first * ld;
-    if (b == 0) {
-      __builtin_memcpy(start, step, PadColumns<Acc>(K) * sizeof(Acc));
+    if (first == 0) {
+      __builtin_memcpy(start, tiles.step, row_bytes);
     } else {
-      MultiplyRow<Acc>(K, start - kSubBlock * ld, tiles.next + (first - kSubBlock) * ld, start);
+      MultiplyRow<Acc>(K, start - kSubBlock * ld, over - kSubBlock * ld, start);
     }
     for (int64_t i = first + 1; i < end; ++i) {
       MultiplyRow<Acc>(K, start, tiles.inner + i * ld, tiles.from_start + i * ld);
@@ -182,8 +183,9 @@ template <class Acc>
 inline void PrepareChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool with_q,
                          const KdaChunkTiles<Acc>& tiles) {
   const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
-  LoadDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
-                  in.value_heads * plan.key_dim, tiles.step, plan.ldk);
+  LoadLogDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
+                     in.value_heads * plan.key_dim, tiles.step, plan.ldk);
+  SubBlockDecays<Acc>(plan, c, tiles);
   ChunkDecays<Acc>(plan, c, tiles);
   DecayRows<Acc>(plan, c, with_q, tiles);
   DecayedPairs<Acc>(plan, c, with_q, tiles);
