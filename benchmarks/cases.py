@@ -276,6 +276,8 @@ def plan(quick: bool, ops: list[str] | None) -> list[tuple[str, Callable[[Module
 
 
 def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Callable[[ModuleType], Case]]]:
+    import kda_cases  # which builds on this module
+
     for distribution in distributions:
         for head_dim in (64, 128) if distribution == "documents" and not quick else (64,):
             for dtype in DTYPES:
@@ -284,6 +286,9 @@ def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Cal
         for head_dim in (128, 64) if distribution == "documents" and not quick else (128,):
             for dtype in DTYPES:
                 yield "chunk_gated_delta_rule", _deferred(delta_rule, dtype, head_dim, distribution)
+    for distribution in distributions:
+        for dtype in DTYPES:
+            yield "chunk_kda", _deferred(kda_cases.scan, dtype, distribution)
     for distribution in distributions:
         for layout in ("token-last", "channel-last"):
             for dtype in DTYPES:
@@ -294,6 +299,9 @@ def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Cal
     for batch in (1, 32):
         for dtype in DTYPES:
             yield "fused_recurrent_gated_delta_rule", _deferred(delta_rule_step, dtype, batch)
+    for batch in (1, 32):
+        for dtype in DTYPES:
+            yield "fused_recurrent_kda", _deferred(kda_cases.step, dtype, batch)
 
 
 def _deferred(make: Callable[..., Case], *arguments: object) -> Callable[[ModuleType], Case]:

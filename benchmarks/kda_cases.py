@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from cases import CHUNK, DTYPES, LENGTHS, Case, _bounds, _cu_seqlens, _leaf
+from cases import CHUNK, DTYPES, LENGTHS, Case, _cu_seqlens, _leaf, _samples
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as stock
 
@@ -14,7 +14,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as stock
 def scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
     """Kimi delta attention, 4 heads of 128, normalised inside; q, k, v, g ``[1, T, 4, 128]``."""
     heads, head_dim, lengths = 4, 128, LENGTHS[distribution]
-    tokens, bounds, cu_seqlens = sum(lengths), _bounds(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
     element = DTYPES[dtype]
     q, k, v = (_leaf(torch.randn(1, tokens, heads, head_dim), element) for _ in range(3))
     g = _leaf(-torch.rand(1, tokens, heads, head_dim), torch.float32)
@@ -24,7 +24,7 @@ def scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
         return kernel.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)[0]
 
     def alone(*tensors: Tensor) -> Tensor:
-        parts = ([tensor[:, bos:eos] for tensor in tensors] for bos, eos in bounds)
+        parts = _samples(tensors, lengths, 1)
         options = dict(use_qk_l2norm_in_kernel=True)
         return torch.cat([stock.chunk_kimi_delta_attention(*part, **options)[0] for part in parts], 1)
 

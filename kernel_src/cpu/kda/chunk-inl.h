@@ -1,7 +1,7 @@
 // Stages of a chunk that the forward pass and the recomputation of the backward pass share. Included once per tier,
 // after simd/*-inl.h, chunked/*-inl.h and gate-inl.h. Letters as in the README: c tokens of the chunk, S the state before
-// it. Every decay is the exponential of a sum over tokens it spans, or a product of such: no quotient, no difference of
-// sums.
+// it. Every decay is a product of the decays of exactly the tokens it spans: no quotient, no difference of sums. (Products
+// inside a sub-block are as exact as exponentials of sums there, measured, and cost less.)
 
 // out = a * b over a padded row.
 template <class Acc>
@@ -24,7 +24,7 @@ inline void LoadChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin, i
                 tiles.q_inverse);
 }
 
-// Decays inside the sub-blocks: inner, next and step of plan.h, from the log-decays that tiles.step holds before.
+// Decays inside the sub-blocks, inner and next of plan.h, from those of the tokens in tiles.step.
 template <class Acc>
 inline void SubBlockDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
   const int64_t ld = plan.ldk;
@@ -32,23 +32,22 @@ inline void SubBlockDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<A
     const bool last = first + kSubBlock >= c;
     const int64_t end = last ? c : first + kSubBlock;
     for (int64_t x = 0; x < plan.key_dim; x += kLanes<Acc>) {
-      const Acc* logs = tiles.step + x;
-      Vec<Acc> sum = Zero<Acc>();
-      Store(tiles.inner + first * ld + x, Set<Acc>(1));
+      const Acc* step = tiles.step + x;
+      Vec<Acc> decay = Set<Acc>(1);
+      Store(tiles.inner + first * ld + x, decay);
       for (int64_t i = first + 1; i < end; ++i) {
-        sum = sum + Load<Acc>(logs + i * ld);
-        Store(tiles.inner + i * ld + x, Exp<Acc>(sum));
+        decay = decay * Load<Acc>(step + i * ld);
+        Store(tiles.inner + i * ld + x, decay);
       }
       // The next mark is the first token of the next sub-block, in the last sub-block its last token.
-      sum = last ? Zero<Acc>() : Load<Acc>(logs + end * ld);
-      Store(tiles.next + (end - 1) * ld + x, Exp<Acc>(sum));
+      decay = last ? Set<Acc>(1) : Load<Acc>(step + end * ld);
+      Store(tiles.next + (end - 1) * ld + x, decay);
       for (int64_t j = end - 2; j >= first; --j) {
-        sum = sum + Load<Acc>(logs + (j + 1) * ld);
-        Store(tiles.next + j * ld + x, Exp<Acc>(sum));
+        decay = decay * Load<Acc>(step + (j + 1) * ld);
+        Store(tiles.next + j * ld + x, decay);
       }
     }
   }
-  ExpTile<Acc>(c, plan.key_dim, tiles.step, ld);
 }
 
 // Decays between sub-blocks: to_mark and from_start of plan.h.
@@ -183,8 +182,8 @@ template <class Acc>
 inline void PrepareChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool with_q,
                          const KdaChunkTiles<Acc>& tiles) {
   const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
-  LoadLogDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
-                     in.value_heads * plan.key_dim, tiles.step, plan.ldk);
+  LoadDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
+                  in.value_heads * plan.key_dim, tiles.step, plan.ldk);
   SubBlockDecays<Acc>(plan, c, tiles);
   ChunkDecays<Acc>(plan, c, tiles);
   DecayRows<Acc>(plan, c, with_q, tiles);

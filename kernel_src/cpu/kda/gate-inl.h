@@ -1,4 +1,4 @@
-// Log-decay of each token and channel, as given or through a gate. Included once per tier, after math-inl.h.
+// Decay of each token and channel, from a log-decay or through a gate. Included once per tier, after math-inl.h.
 //
 // With x = g + dt_bias and rate = exp(a_log) the log-decay is -rate softplus(x), or lower_bound sigmoid(rate x) if the
 // gate is bounded; without a gate it is g.
@@ -25,10 +25,10 @@ PACKFREE_INLINE Vec<Acc> GateInput(const Gate<Acc>& gate, const Acc* g, int64_t 
   return gate.bias == nullptr ? x : x + LoadUpTo<Acc>(gate.bias + at, width);
 }
 
-// logs[i, :] = log-decay of `rows` tokens, from rows of g that lie `stride` apart.
+// decay[i, :] = exp(log-decay) of `rows` tokens, from rows of g that lie `stride` apart.
 template <class Acc>
-inline void LoadLogDecays(const Gate<Acc>& gate, int64_t rows, int64_t columns, const Acc* g, int64_t stride, Acc* logs,
-                          int64_t ld) {
+inline void LoadDecays(const Gate<Acc>& gate, int64_t rows, int64_t columns, const Acc* g, int64_t stride, Acc* decay,
+                       int64_t ld) {
   constexpr int L = kLanes<Acc>;
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t at = 0; at < columns; at += L) {
@@ -38,17 +38,7 @@ inline void LoadLogDecays(const Gate<Acc>& gate, int64_t rows, int64_t columns, 
         x = GateInput<Acc>(gate, g + i * stride, at, width);
         x = gate.bounded ? Sigmoid<Acc>(x * gate.rate) * gate.lower_bound : Softplus<Acc>(x) * -gate.rate;
       }
-      Store(logs + i * ld + at, x);
-    }
-  }
-}
-
-// tile = exp(tile)
-template <class Acc>
-inline void ExpTile(int64_t rows, int64_t columns, Acc* tile, int64_t ld) {
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t at = 0; at < columns; at += kLanes<Acc>) {
-      Store(tile + i * ld + at, Exp<Acc>(Load<Acc>(tile + i * ld + at)));
+      Store(decay + i * ld + at, Exp<Acc>(x));
     }
   }
 }

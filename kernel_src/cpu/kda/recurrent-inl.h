@@ -24,8 +24,7 @@ inline void RecurrentUnit(const KdaForward& args, int64_t n, int64_t hv, void* s
     LoadRows<Acc>(1, K, static_cast<const Elem*>(in.k) + t * in.k_token + h * in.k_head, 0, in.l2norm, Acc(1), k,
                   plan.ldk, &unused);
     LoadTile<Acc>(1, V, static_cast<const Elem*>(in.v) + t * in.v_token + hv * in.v_head, 0, v, plan.ldv);
-    LoadLogDecays<Acc>(gate, 1, K, static_cast<const Acc*>(in.g) + token * K, 0, decay, plan.ldk);
-    ExpTile<Acc>(1, K, decay, plan.ldk);
+    LoadDecays<Acc>(gate, 1, K, static_cast<const Acc*>(in.g) + token * K, 0, decay, plan.ldk);
     MultiplyRow<Acc>(K, q, decay, q_read);
     MultiplyRow<Acc>(K, k, decay, k_read);
     StepState<Acc>(K, V, q_read, k_read, k, RowDot<Acc>(K, q, k), {decay, 1, Acc(1)},
