@@ -1,4 +1,5 @@
-// Rows of a chunk: load with or without L2 normalisation, scale, dot products. Included once per tier, after tile-inl.h.
+// Rows of a chunk: load with or without L2 normalisation, scale, dot products. Included once per tier, after
+// tile-inl.h.
 // All tiles keep 0 in the padding of their rows (tile-inl.h), which lets these loops run over whole registers.
 
 // Added to the sum of squares below the root, as the published models were trained with.

@@ -21,16 +21,16 @@ inline void RecomputeChunks(const GatedDeltaRuleInputs& in, const GatedDeltaRule
       ChunkDecay<Acc>(c, g, in.value_heads, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
       LoadColumn<Acc>(c, beta, in.value_heads, chunk.exponents);
       WeighPairs<Acc>(plan, c, chunk.exponents, false, chunk);
-      Multiply<Into::kOverwrite>(c, plan.value_dim, plan.key_dim, chunk.rows + c * plan.ldk, plan.ldk, 1, state,
+      Multiply<Into::kOverwrite>(c, plan.value_dim, plan.key_dim, chunk.rows + plan.ldk, plan.pair_k, 1, state,
                                  plan.ldv, rows, plan.ldv);
-      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, chunk.from_start, chunk.system, rows);
+      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, chunk.from_start, chunk.system, rows, plan.ldv);
       if (keep) {
         const int64_t slot = (index - from) * plan.group + j;
         LoadTileTransposed<Acc>(plan.key_dim, plan.value_dim, state, plan.ldv,
                                 tiles.states_turned + slot * plan.state_turned, plan.ldk);
         LoadTile<Acc>(c, plan.value_dim, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
       }
-      AdvanceState<Acc>(plan, c, chunk.exponents, chunk, rows, state);
+      AdvanceState<Acc>(plan, c, chunk.exponents, chunk, rows, plan.ldv, state);
     }
   }
 }
@@ -87,57 +87,63 @@ inline void BackwardChunk(const GatedDeltaRuleBackward& args, const GatedDeltaRu
   const GatedDeltaRuleInputs& in = args.in;
   const ChunkTiles<Acc>& chunk = tiles.chunk;
   const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
+  const int64_t pair_k = plan.pair_k, pair_v = plan.pair_v;
   const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
   const Acc* g = static_cast<const Acc*>(in.g) + token;
   const Acc* beta = static_cast<const Acc*>(in.beta) + token;
-  Acc* d_o = chunk.value_rows;             // [c, V]
-  Acc* d_v = chunk.value_rows + c * ldv;   // [c, V]: gradient of beta corrections, then -dv
+  Acc* d_o = chunk.value_rows;        // [c, V]
+  Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
   const Acc* q_rows = chunk.rows;
-  const Acc* k_rows = chunk.rows + c * ldk;
+  const Acc* k_rows = chunk.rows + ldk;
   ChunkDecay<Acc>(c, g, in.value_heads, chunk.decay, ldc, chunk.from_start, chunk.exponents);
   const Acc* to_end = chunk.decay + (c - 1) * ldc;
   const Acc over_chunk = chunk.from_start[c - 1];
   LoadColumn<Acc>(c, beta, in.value_heads, chunk.exponents);
   WeighPairsBackward<Acc>(plan, c, chunk.exponents, tiles);
-  LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, ldv);
+  LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
 
   // d(beta corrections) = to_end k d_state + read^T d_o, then back through the solve.
-  Multiply<Into::kOverwrite>(c, V, K, k_rows, ldk, 1, d_state, ldv, d_v, ldv);
-  for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * ldv);
-  MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, ldv, d_v, ldv);
-  CorrectionGradients<Elem, Acc>(args, plan, c, token, chunk.system, chunk.exponents, d_o, d_v, corrections, tiles.turned,
-                                 tiles.pairs);
+  Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
+  for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
+  MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+  CorrectionGradients<Elem, Acc>(args, plan, c, token, chunk.system, chunk.exponents, d_o, d_v, pair_v, corrections,
+                                 tiles.turned, tiles.pairs);
   SplitPairGradients<Acc>(plan, c, tiles);
 
-  // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i, dk_j += to_end_j d_state corrections_j.
+  // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i,
+  // dk_j += to_end_j d_state corrections_j.
   LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
   Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.from_state, ldk);
   Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.to_state, ldk);
   Acc* d_q = tiles.d_rows;
-  Acc* d_k = tiles.d_rows + c * ldk;
+  Acc* d_k = tiles.d_rows + ldk;
   for (int64_t i = 0; i < c; ++i) {
-    const Acc* q_part = tiles.from_state + i * ldk;
-    const Acc* k_part = tiles.from_state + (c + i) * ldk;
+    const Acc* q_part = tiles.from_state + i * pair_k;
+    const Acc* k_part = q_part + ldk;
     const Acc* end_part = tiles.to_state + i * ldk;
     const Acc start = chunk.from_start[i];
-    tiles.d_from_start[i] = start * (RowDot<Acc>(K, q_rows + i * ldk, q_part) + RowDot<Acc>(K, k_rows + i * ldk, k_part));
-    tiles.d_to_end[i] = to_end[i] * RowDot<Acc>(K, k_rows + i * ldk, end_part);
-    AddScaledRow<Acc>(K, start, q_part, d_q + i * ldk);
-    AddScaledRow<Acc>(K, start, k_part, d_k + i * ldk);
-    AddScaledRow<Acc>(K, to_end[i], end_part, d_k + i * ldk);
+    tiles.d_from_start[i] = start * (RowDot<Acc>(K, q_rows + i * pair_k, q_part) +
+                                     RowDot<Acc>(K, k_rows + i * pair_k, k_part));
+    tiles.d_to_end[i] = to_end[i] * RowDot<Acc>(K, k_rows + i * pair_k, end_part);
+    AddScaledRow<Acc>(K, start, q_part, d_q + i * pair_k);
+    AddScaledRow<Acc>(K, start, k_part, d_k + i * pair_k);
+    AddScaledRow<Acc>(K, to_end[i], end_part, d_k + i * pair_k);
   }
   Acc kept = 0;
   for (int64_t r = 0; r < V; ++r) kept += RowDot<Acc>(K, state_turned + r * ldk, tiles.d_state_turned + r * ldk);
   GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, over_chunk * kept, chunk.exponents,
                             static_cast<Acc*>(args.dg) + token, in.value_heads);
 
-  // d_state = over_chunk d_state + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T)
+  // d_state = over_chunk d_state + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T), from the last token back, q
+  // and k in turn: each partial sum is then the gradient of the state at some token, not far larger than the result.
   for (int64_t i = 0; i < c; ++i) {
-    ScaleRow<Acc>(V, chunk.from_start[i], d_o + i * ldv);
-    ScaleRow<Acc>(V, chunk.from_start[i], d_v + i * ldv);
+    ScaleRow<Acc>(V, chunk.from_start[i], d_o + i * pair_v);
+    ScaleRow<Acc>(V, chunk.from_start[i], d_v + i * pair_v);
   }
   for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk, d_state + r * ldv);
-  Multiply<Into::kAdd>(K, V, 2 * c, chunk.rows, 1, ldk, d_o, ldv, d_state, ldv);
+  const int64_t last = 2 * c - 1;
+  Multiply<Into::kAdd>(K, V, 2 * c, chunk.rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv, d_state,
+                       ldv);
 }
 
 // What the group's summed gradients of q . k and k . k give to q and k; then through scale and normalisation.
@@ -146,21 +152,21 @@ inline void StoreKeyGradients(const GatedDeltaRuleBackward& args, const GatedDel
                               int64_t c, int64_t h, const BackwardTiles<Acc>& tiles) {
   const GatedDeltaRuleInputs& in = args.in;
   const ChunkTiles<Acc>& chunk = tiles.chunk;
-  const int64_t K = plan.key_dim, ldk = plan.ldk, ldc = plan.ldc;
+  const int64_t K = plan.key_dim, ldk = plan.ldk, pair_k = plan.pair_k, ldc = plan.ldc;
   const Acc* q_rows = chunk.rows;
-  const Acc* k_rows = chunk.rows + c * ldk;
+  const Acc* k_rows = chunk.rows + ldk;
   Acc* d_q = tiles.d_rows;
-  Acc* d_k = tiles.d_rows + c * ldk;
-  MultiplyLower<Into::kAdd>(c, K, tiles.d_qk, ldc, k_rows, ldk, d_q, ldk);
-  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_qk, ldc, q_rows, ldk, d_k, ldk);
-  MultiplyLower<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, ldk, d_k, ldk);
-  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, ldk, d_k, ldk);
+  Acc* d_k = tiles.d_rows + ldk;
+  MultiplyLower<Into::kAdd>(c, K, tiles.d_qk, ldc, k_rows, pair_k, d_q, pair_k);
+  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_qk, ldc, q_rows, pair_k, d_k, pair_k);
+  MultiplyLower<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair_k, d_k, pair_k);
+  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair_k, d_k, pair_k);
   const int64_t row = (begin * in.key_heads + h) * K;
   StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head, in.q_token,
-                         in.l2norm, static_cast<Acc>(in.scale), q_rows, ldk, chunk.q_inverse, d_q,
+                         in.l2norm, static_cast<Acc>(in.scale), q_rows, pair_k, chunk.q_inverse, d_q,
                          static_cast<Elem*>(args.dq) + row, in.key_heads * K);
   StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head, in.k_token,
-                         in.l2norm, Acc(1), k_rows, ldk, chunk.k_inverse, d_k, static_cast<Elem*>(args.dk) + row,
+                         in.l2norm, Acc(1), k_rows, pair_k, chunk.k_inverse, d_k, static_cast<Elem*>(args.dk) + row,
                          in.key_heads * K);
 }
 

@@ -6,15 +6,16 @@ template <class Elem, class Acc>
 inline void LoadChunk(const GatedDeltaRuleInputs& in, const GatedDeltaRulePlan& plan, int64_t begin, int64_t c,
                       int64_t h, bool with_q, const ChunkTiles<Acc>& tiles) {
   const Elem* k = static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head;
-  Acc* k_rows = tiles.rows + c * plan.ldk;
-  LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.ldk, tiles.k_inverse);
-  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.ldk, tiles.k_turned, plan.ldc);
-  MultiplyToLower<Into::kOverwrite>(c, plan.key_dim, k_rows, plan.ldk, tiles.k_turned, plan.ldc, tiles.kk, plan.ldc);
+  Acc* k_rows = tiles.rows + plan.ldk;
+  LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.pair_k, tiles.k_inverse);
+  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.pair_k, tiles.k_turned, plan.ldc);
+  MultiplyToLower<Into::kOverwrite>(c, plan.key_dim, k_rows, plan.pair_k, tiles.k_turned, plan.ldc, tiles.kk,
+                                    plan.ldc);
   if (!with_q) return;
   const Elem* q = static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head;
-  LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.ldk,
+  LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.pair_k,
                 tiles.q_inverse);
-  MultiplyToLower<Into::kOverwrite>(c, plan.key_dim, tiles.rows, plan.ldk, tiles.k_turned, plan.ldc, tiles.qk,
+  MultiplyToLower<Into::kOverwrite>(c, plan.key_dim, tiles.rows, plan.pair_k, tiles.k_turned, plan.ldc, tiles.qk,
                                     plan.ldc);
 }
 
@@ -35,13 +36,13 @@ inline void WeighPairs(const GatedDeltaRulePlan& plan, int64_t c, const Acc* bet
 // S = decay_over_chunk S + sum over j of decay_to_end_j beta_j k_j corrections_j^T. `corrections` is scaled on the way.
 template <class Acc>
 inline void AdvanceState(const GatedDeltaRulePlan& plan, int64_t c, const Acc* beta_row, const ChunkTiles<Acc>& tiles,
-                         Acc* corrections, Acc* state) {
+                         Acc* corrections, int64_t stride, Acc* state) {
   const Acc* to_end = tiles.decay + (c - 1) * plan.ldc;
   for (int64_t j = 0; j < c; ++j) {
-    ScaleRow<Acc>(plan.value_dim, to_end[j] * beta_row[j], corrections + j * plan.ldv);
+    ScaleRow<Acc>(plan.value_dim, to_end[j] * beta_row[j], corrections + j * stride);
   }
   const Acc over_chunk = tiles.from_start[c - 1];
   for (int64_t r = 0; r < plan.key_dim; ++r) ScaleRow<Acc>(plan.value_dim, over_chunk, state + r * plan.ldv);
-  Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, tiles.rows + c * plan.ldk, 1, plan.ldk, corrections, plan.ldv,
+  Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, tiles.rows + plan.ldk, 1, plan.pair_k, corrections, stride,
                        state, plan.ldv);
 }

@@ -5,8 +5,9 @@ template <class Elem, class Acc>
 inline void ForwardChunk(const GatedDeltaRuleForward& args, const GatedDeltaRulePlan& plan, int64_t begin, int64_t c,
                          int64_t hv, const ChunkTiles<Acc>& tiles, Acc* state) {
   const GatedDeltaRuleInputs& in = args.in;
-  Acc* reads = tiles.value_rows;                          // [c, V]: q S, then o
-  Acc* corrections = tiles.value_rows + c * plan.ldv;     // [c, V]: k S, then the corrections
+  const int64_t stride = plan.pair_v;
+  Acc* reads = tiles.value_rows;                   // [c, V]: q S, then o
+  Acc* corrections = tiles.value_rows + plan.ldv;  // [c, V]: k S, then the corrections
   const Acc* g = static_cast<const Acc*>(in.g) + begin * in.value_heads + hv;
   const Acc* beta = static_cast<const Acc*>(in.beta) + begin * in.value_heads + hv;
   ChunkDecay<Acc>(c, g, in.value_heads, tiles.decay, plan.ldc, tiles.from_start, tiles.exponents);
@@ -15,12 +16,12 @@ inline void ForwardChunk(const GatedDeltaRuleForward& args, const GatedDeltaRule
 
   Multiply<Into::kOverwrite>(2 * c, plan.value_dim, plan.key_dim, tiles.rows, plan.ldk, 1, state, plan.ldv,
                              tiles.value_rows, plan.ldv);
-  SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, tiles.from_start, tiles.system, corrections);
-  for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(plan.value_dim, tiles.from_start[i], reads + i * plan.ldv);
-  MultiplyLower<Into::kAdd>(c, plan.value_dim, tiles.read, plan.ldc, corrections, plan.ldv, reads, plan.ldv);
+  SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, tiles.from_start, tiles.system, corrections, stride);
+  for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(plan.value_dim, tiles.from_start[i], reads + i * stride);
+  MultiplyLower<Into::kAdd>(c, plan.value_dim, tiles.read, plan.ldc, corrections, stride, reads, stride);
   Elem* o = static_cast<Elem*>(args.o) + (begin * in.value_heads + hv) * plan.value_dim;
-  StoreTile<Acc>(c, plan.value_dim, reads, plan.ldv, o, in.value_heads * plan.value_dim);
-  AdvanceState<Acc>(plan, c, tiles.exponents, tiles, corrections, state);
+  StoreTile<Acc>(c, plan.value_dim, reads, stride, o, in.value_heads * plan.value_dim);
+  AdvanceState<Acc>(plan, c, tiles.exponents, tiles, corrections, stride, state);
 }
 
 template <class Elem, class Acc>

@@ -17,6 +17,8 @@ struct GatedDeltaRulePlan {
   int64_t ldk;           // row of a tile with K columns
   int64_t ldv;           // row of a tile with V columns
   int64_t ldc;           // row of a tile with kChunk columns
+  int64_t pair_k;        // from token to token where two rows of K columns belong to each: 2 ldk
+  int64_t pair_v;        // the same with V columns: 2 ldv
   int64_t state;         // a state: [K, ldv]
   int64_t state_turned;  // a state transposed: [V, ldk]
   int64_t values;        // [kChunk, ldv]
@@ -29,6 +31,8 @@ struct GatedDeltaRulePlan {
         ldk(TileStride(in.key_dim)),
         ldv(TileStride(in.value_dim)),
         ldc(TileStride(kChunk)),
+        pair_k(2 * ldk),
+        pair_v(2 * ldv),
         state(in.key_dim * ldv),
         state_turned(in.value_dim * ldk),
         values(kChunk * ldv),
@@ -38,7 +42,7 @@ struct GatedDeltaRulePlan {
 // What one chunk of c tokens needs in both directions. Lower tiles are those of chunked/triangular-inl.h.
 template <class Acc>
 struct ChunkTiles {
-  Acc* rows;         // [2 * kChunk, ldk]: c rows of q, then c rows of k, normalised and scaled
+  Acc* rows;         // [kChunk, 2, ldk]: q and k of each token, normalised and scaled
   Acc* k_turned;     // [K, ldc]: the rows of k transposed
   Acc* qk;           // [kChunk, ldc] lower: q_i . k_j
   Acc* kk;           // [kChunk, ldc] lower: k_i . k_j
@@ -49,7 +53,7 @@ struct ChunkTiles {
   Acc* exponents;    // [kChunk]
   Acc* q_inverse;    // [kChunk]: inverse norms of the rows
   Acc* k_inverse;    // [kChunk]
-  Acc* value_rows;   // [2 * kChunk, ldv]
+  Acc* value_rows;   // [kChunk, 2, ldv]: what belongs to q and to k of each token
   Acc* states;       // [G, K, ldv]: running states
 
   ChunkTiles(const GatedDeltaRulePlan& plan, Pieces<Acc>& pieces)
@@ -81,9 +85,9 @@ struct BackwardTiles {
   Acc* pairs;           // [2 * kChunk, ldc] lower: gradients of `read` and `mix`
   Acc* d_qk;            // [kChunk, ldc] lower, summed over the group
   Acc* d_kk;            // [kChunk, ldc] lower, summed over the group
-  Acc* d_rows;          // [2 * kChunk, ldk]: gradients of `rows`, c rows each
-  Acc* from_state;      // [2 * kChunk, ldk]: what reaches them through the state before the chunk
-  Acc* to_state;        // [kChunk, ldk]: and through the state after it
+  Acc* d_rows;          // [kChunk, 2, ldk]: gradients of `rows`
+  Acc* from_state;      // [kChunk, 2, ldk]: what reaches q and k through the state before the chunk
+  Acc* to_state;        // [kChunk, ldk]: what reaches k through the state after it
   Acc* d_from_start;    // [kChunk]: gradients of the exponents
   Acc* d_to_end;        // [kChunk]
 

@@ -20,16 +20,17 @@ inline void RecomputeChunks(const KdaInputs& in, const KdaPlan& plan, int64_t n,
       Acc* rows = chunk.value_rows;
       PrepareChunk<Acc>(in, plan, begin, c, hv, false, chunk);
       WeighPairs<Acc>(plan, c, false, chunk);
-      Multiply<Into::kOverwrite>(c, plan.value_dim, plan.key_dim, chunk.start_rows + c * plan.ldk, plan.ldk, 1, state,
+      Multiply<Into::kOverwrite>(c, plan.value_dim, plan.key_dim, chunk.start_rows + plan.ldk, plan.pair_k, 1, state,
                                  plan.ldv, rows, plan.ldv);
-      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, static_cast<const Acc*>(nullptr), chunk.system, rows);
+      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, static_cast<const Acc*>(nullptr), chunk.system, rows,
+                                  plan.ldv);
       if (keep) {
         const int64_t slot = (index - from) * plan.group + j;
         LoadTileTransposed<Acc>(plan.key_dim, plan.value_dim, state, plan.ldv,
                                 tiles.states_turned + slot * plan.state_turned, plan.ldk);
         LoadTile<Acc>(c, plan.value_dim, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
       }
-      AdvanceState<Acc>(plan, c, chunk, rows, state);
+      AdvanceState<Acc>(plan, c, chunk, rows, plan.ldv, state);
     }
   }
 }
@@ -47,25 +48,25 @@ inline void WeighPairsBackward(const KdaPlan& plan, int64_t c, const KdaChunkTil
 }
 
 // Rows [first, end) of q and k were decayed by decay[i], which spans tokens (spanned, i]. From the gradients d_parts of
-// the decayed rows (q's, then k's at row `k_row`): those of the rows, and of the log-decays.
+// the decayed rows, from row `first` on: those of the rows, and of the log-decays.
 template <class Acc>
-inline void GradientsFromBehind(const KdaPlan& plan, int64_t c, int64_t first, int64_t end, int64_t spanned,
-                                const Acc* decay, const Acc* decayed_rows, const Acc* d_parts, int64_t k_row,
-                                const KdaBackwardTiles<Acc>& tiles) {
+inline void GradientsFromBehind(const KdaPlan& plan, int64_t first, int64_t end, int64_t spanned, const Acc* decay,
+                                const Acc* decayed_rows, const Acc* d_parts, const KdaBackwardTiles<Acc>& tiles) {
   const int64_t ld = plan.ldk;
   for (int64_t x = 0; x < plan.key_dim; x += kLanes<Acc>) {
     Vec<Acc> after = Zero<Acc>();
     for (int64_t i = end - 1; i >= first; --i) {
       const Vec<Acc> factor = Load<Acc>(decay + i * ld + x);
-      const Vec<Acc> by_q = Load<Acc>(d_parts + (i - first) * ld + x);
-      const Vec<Acc> by_k = Load<Acc>(d_parts + (k_row + i - first) * ld + x);
-      Acc* d_q = tiles.d_rows + i * ld + x;
-      Acc* d_k = tiles.d_rows + (c + i) * ld + x;
+      const int64_t at = 2 * i * ld + x;
+      const Vec<Acc> by_q = Load<Acc>(d_parts + at - 2 * first * ld);
+      const Vec<Acc> by_k = Load<Acc>(d_parts + at - 2 * first * ld + ld);
+      Acc* d_q = tiles.d_rows + at;
+      Acc* d_k = d_q + ld;
       Store(d_q, MulAdd(factor, by_q, Load<Acc>(d_q)));
       Store(d_k, MulAdd(factor, by_k, Load<Acc>(d_k)));
       if (i <= spanned) continue;
-      after = MulAdd(Load<Acc>(decayed_rows + i * ld + x), by_q, after);
-      after = MulAdd(Load<Acc>(decayed_rows + (c + i) * ld + x), by_k, after);
+      after = MulAdd(Load<Acc>(decayed_rows + at), by_q, after);
+      after = MulAdd(Load<Acc>(decayed_rows + at + ld), by_k, after);
       Acc* d_decay = tiles.d_decay + i * ld + x;
       Store(d_decay, Load<Acc>(d_decay) + after);
     }
@@ -83,7 +84,7 @@ inline void GradientsFromMark(const KdaPlan& plan, int64_t c, int64_t mark, int6
     Vec<Acc> before = Zero<Acc>();
     for (int64_t j = 0; j < count; ++j) {
       const Vec<Acc> d_row = Load<Acc>(d_parts + j * ld + x);
-      Acc* d_k = tiles.d_rows + (c + j) * ld + x;
+      Acc* d_k = tiles.d_rows + (2 * j + 1) * ld + x;
       Store(d_k, MulAdd(Load<Acc>(to_mark + j * ld + x), d_row, Load<Acc>(d_k)));
       if (j + 1 == c) continue;
       before = MulAdd(Load<Acc>(mark_rows + j * ld + x), d_row, before);
@@ -99,23 +100,23 @@ inline void GradientsFromMark(const KdaPlan& plan, int64_t c, int64_t mark, int6
 template <class Acc>
 inline void PairGradientsInSubBlock(const KdaPlan& plan, int64_t c, int64_t first, int64_t count,
                                     const KdaBackwardTiles<Acc>& tiles) {
-  const int64_t ld = plan.ldk, ldc = plan.ldc;
+  const int64_t ld = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
   const Acc* d_read = tiles.pairs + first * ldc + first;
   const Acc* d_mix = tiles.pairs + (c + first) * ldc + first;
-  const Acc* q_rows = tiles.chunk.rows + first * ld;
-  const Acc* k_rows = tiles.chunk.rows + (c + first) * ld;
+  const Acc* q_rows = tiles.chunk.rows + first * pair;
+  const Acc* k_rows = q_rows + ld;
   const Acc* steps = tiles.chunk.step + first * ld;
-  Acc* d_q_rows = tiles.d_rows + first * ld;
-  Acc* d_k_rows = tiles.d_rows + (c + first) * ld;
+  Acc* d_q_rows = tiles.d_rows + first * pair;
+  Acc* d_k_rows = d_q_rows + ld;
   Acc* d_decays = tiles.d_decay + first * ld;
   for (int64_t x = 0; x < plan.key_dim; x += kLanes<Acc>) {
     Vec<Acc> q[kSubBlock], k[kSubBlock], step[kSubBlock], d_q[kSubBlock], d_k[kSubBlock], d_decay[kSubBlock];
     for (int64_t i = 0; i < count; ++i) {
-      q[i] = Load<Acc>(q_rows + i * ld + x);
-      k[i] = Load<Acc>(k_rows + i * ld + x);
+      q[i] = Load<Acc>(q_rows + i * pair + x);
+      k[i] = Load<Acc>(k_rows + i * pair + x);
       step[i] = Load<Acc>(steps + i * ld + x);
-      d_q[i] = Load<Acc>(d_q_rows + i * ld + x);
-      d_k[i] = Load<Acc>(d_k_rows + i * ld + x);
+      d_q[i] = Load<Acc>(d_q_rows + i * pair + x);
+      d_k[i] = Load<Acc>(d_k_rows + i * pair + x);
       d_decay[i] = Load<Acc>(d_decays + i * ld + x);
     }
     for (int64_t j = 0; j < count; ++j) {
@@ -139,8 +140,8 @@ inline void PairGradientsInSubBlock(const KdaPlan& plan, int64_t c, int64_t firs
       d_k[j] = d_k[j] + MulAdd(own, q[j], d_key);
     }
     for (int64_t i = 0; i < count; ++i) {
-      Store(d_q_rows + i * ld + x, d_q[i]);
-      Store(d_k_rows + i * ld + x, d_k[i]);
+      Store(d_q_rows + i * pair + x, d_q[i]);
+      Store(d_k_rows + i * pair + x, d_k[i]);
       Store(d_decays + i * ld + x, d_decay[i]);
     }
   }
@@ -149,22 +150,21 @@ inline void PairGradientsInSubBlock(const KdaPlan& plan, int64_t c, int64_t firs
 // From the gradients of read and mix in tiles.pairs to those of rows and log-decays.
 template <class Acc>
 inline void PairGradients(const KdaPlan& plan, int64_t c, const KdaBackwardTiles<Acc>& tiles) {
-  const int64_t K = plan.key_dim, ldk = plan.ldk, ldc = plan.ldc;
+  const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
   const KdaChunkTiles<Acc>& chunk = tiles.chunk;
   for (int64_t first = 0; first < c; first += kSubBlock) {
     const int64_t count = c - first < kSubBlock ? c - first : kSubBlock;
     if (first > 0) {
       const int64_t mark = first / kSubBlock;
       const Acc* keys = chunk.mark_rows + MarkRow(mark) * ldk;
-      const Acc* inner = chunk.inner_rows + first * ldk;
+      const Acc* inner = chunk.inner_rows + first * pair;
       const Acc* d_read = tiles.pairs + first * ldc;
       const Acc* d_mix = tiles.pairs + (c + first) * ldc;
-      Multiply<Into::kOverwrite>(count, K, first, d_read, ldc, 1, keys, ldk, tiles.d_parts, ldk);
-      Multiply<Into::kOverwrite>(count, K, first, d_mix, ldc, 1, keys, ldk, tiles.d_parts + count * ldk, ldk);
-      GradientsFromBehind<Acc>(plan, c, first, first + count, first, chunk.inner, chunk.inner_rows, tiles.d_parts,
-                               count, tiles);
-      Multiply<Into::kOverwrite>(first, K, count, d_read, 1, ldc, inner, ldk, tiles.d_parts, ldk);
-      Multiply<Into::kAdd>(first, K, count, d_mix, 1, ldc, inner + c * ldk, ldk, tiles.d_parts, ldk);
+      Multiply<Into::kOverwrite>(count, K, first, d_read, ldc, 1, keys, ldk, tiles.d_parts, pair);
+      Multiply<Into::kOverwrite>(count, K, first, d_mix, ldc, 1, keys, ldk, tiles.d_parts + ldk, pair);
+      GradientsFromBehind<Acc>(plan, first, first + count, first, chunk.inner, chunk.inner_rows, tiles.d_parts, tiles);
+      Multiply<Into::kOverwrite>(first, K, count, d_read, 1, ldc, inner, pair, tiles.d_parts, ldk);
+      Multiply<Into::kAdd>(first, K, count, d_mix, 1, ldc, inner + ldk, pair, tiles.d_parts, ldk);
       GradientsFromMark<Acc>(plan, c, mark, first, tiles.d_parts, tiles);
     }
     PairGradientsInSubBlock<Acc>(plan, c, first, count, tiles);
@@ -183,17 +183,18 @@ inline void BackwardChunk(const KdaBackward& args, const KdaPlan& plan, int64_t 
   const int64_t end_mark = SubBlocksOf(c);
   const Acc* end_rows = chunk.mark_rows + MarkRow(end_mark) * ldk;
   const Acc* over_chunk = chunk.from_start + (c - 1) * ldk;
-  Acc* d_o = chunk.value_rows;            // [c, V]
-  Acc* d_v = chunk.value_rows + c * ldv;  // [c, V]: gradient of beta corrections, then -dv
+  const int64_t pair_v = plan.pair_v;
+  Acc* d_o = chunk.value_rows;        // [c, V]
+  Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
   PrepareChunk<Acc>(in, plan, begin, c, hv, true, chunk);
   WeighPairsBackward<Acc>(plan, c, chunk);
-  LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, ldv);
+  LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
 
   // d(beta corrections) = (k decayed to the end) d_state + read^T d_o, then back through the solve.
-  Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_state, ldv, d_v, ldv);
-  MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, ldv, d_v, ldv);
-  CorrectionGradients<Elem, Acc>(args, plan, c, token, chunk.system, chunk.beta, d_o, d_v, corrections, tiles.turned,
-                                 tiles.pairs);
+  Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_state, ldv, d_v, pair_v);
+  MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+  CorrectionGradients<Elem, Acc>(args, plan, c, token, chunk.system, chunk.beta, d_o, d_v, pair_v, corrections,
+                                 tiles.turned, tiles.pairs);
 
   // What every log-decay of the chunk gets from the decay of the state over the whole of it.
   LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
@@ -207,7 +208,7 @@ inline void BackwardChunk(const KdaBackward& args, const KdaPlan& plan, int64_t 
   }
   // Through the state before the chunk, the state after it, and the pairs.
   Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.d_parts, ldk);
-  GradientsFromBehind<Acc>(plan, c, 0, c, -1, chunk.from_start, chunk.start_rows, tiles.d_parts, c, tiles);
+  GradientsFromBehind<Acc>(plan, 0, c, -1, chunk.from_start, chunk.start_rows, tiles.d_parts, tiles);
   Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.d_parts, ldk);
   GradientsFromMark<Acc>(plan, c, end_mark, c, tiles.d_parts, tiles);
   PairGradients<Acc>(plan, c, tiles);
@@ -216,9 +217,12 @@ inline void BackwardChunk(const KdaBackward& args, const KdaPlan& plan, int64_t 
   StoreDecayGradients<Acc>(Gate<Acc>(in, hv), c, K, static_cast<const Acc*>(in.g) + at, in.value_heads * K,
                            tiles.d_decay, ldk, static_cast<Acc*>(args.dg) + at, d_rates, in.value_heads);
 
-  // d_state = decay over the chunk d_state + (q decayed from the start)^T d_o - (k decayed from the start)^T dv
+  // d_state = decay over the chunk d_state + (q decayed from the start)^T d_o - (k decayed from the start)^T dv, from the
+  // last token back, q and k in turn: each partial sum is then the gradient of the state at some token.
   for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk[r], d_state + r * ldv);
-  Multiply<Into::kAdd>(K, V, 2 * c, chunk.start_rows, 1, ldk, d_o, ldv, d_state, ldv);
+  const int64_t last = 2 * c - 1;
+  Multiply<Into::kAdd>(K, V, 2 * c, chunk.start_rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv, d_state,
+                       ldv);
 }
 
 // Through scale and normalisation of q and k.
@@ -227,13 +231,13 @@ inline void StoreKeyGradients(const KdaBackward& args, const KdaPlan& plan, int6
                               const KdaBackwardTiles<Acc>& tiles) {
   const KdaInputs& in = args.in;
   const KdaChunkTiles<Acc>& chunk = tiles.chunk;
-  const int64_t K = plan.key_dim, ldk = plan.ldk;
+  const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k;
   const int64_t row = (begin * in.key_heads + h) * K;
   StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head, in.q_token,
-                         in.l2norm, static_cast<Acc>(in.scale), chunk.rows, ldk, chunk.q_inverse, tiles.d_rows,
+                         in.l2norm, static_cast<Acc>(in.scale), chunk.rows, pair, chunk.q_inverse, tiles.d_rows,
                          static_cast<Elem*>(args.dq) + row, in.key_heads * K);
   StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head, in.k_token,
-                         in.l2norm, Acc(1), chunk.rows + c * ldk, ldk, chunk.k_inverse, tiles.d_rows + c * ldk,
+                         in.l2norm, Acc(1), chunk.rows + ldk, pair, chunk.k_inverse, tiles.d_rows + ldk,
                          static_cast<Elem*>(args.dk) + row, in.key_heads * K);
 }
 

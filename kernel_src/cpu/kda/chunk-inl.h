@@ -15,12 +15,12 @@ template <class Elem, class Acc>
 inline void LoadChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin, int64_t c, int64_t h, bool with_q,
                       const KdaChunkTiles<Acc>& tiles) {
   const Elem* k = static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head;
-  Acc* k_rows = tiles.rows + c * plan.ldk;
-  LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.ldk, tiles.k_inverse);
-  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.ldk, tiles.k_turned, plan.ldc);
+  Acc* k_rows = tiles.rows + plan.ldk;
+  LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.pair_k, tiles.k_inverse);
+  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.pair_k, tiles.k_turned, plan.ldc);
   if (!with_q) return;
   const Elem* q = static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head;
-  LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.ldk,
+  LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.pair_k,
                 tiles.q_inverse);
 }
 
@@ -80,27 +80,27 @@ template <class Acc>
 inline void DecayRows(const KdaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
   const int64_t K = plan.key_dim, ld = plan.ldk;
   for (int64_t side = with_q ? 0 : 1; side < 2; ++side) {
-    const int64_t at = side * c * ld;
     for (int64_t i = 0; i < c; ++i) {
-      const Acc* row = tiles.rows + at + i * ld;
-      MultiplyRow<Acc>(K, row, tiles.inner + i * ld, tiles.inner_rows + at + i * ld);
-      MultiplyRow<Acc>(K, row, tiles.from_start + i * ld, tiles.start_rows + at + i * ld);
+      const int64_t at = (2 * i + side) * ld;
+      MultiplyRow<Acc>(K, tiles.rows + at, tiles.inner + i * ld, tiles.inner_rows + at);
+      MultiplyRow<Acc>(K, tiles.rows + at, tiles.from_start + i * ld, tiles.start_rows + at);
     }
   }
   for (int64_t mark = 1; mark <= SubBlocksOf(c); ++mark) {
     const int64_t count = mark * kSubBlock < c ? mark * kSubBlock : c;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t at = (MarkRow(mark) + j) * ld;
-      MultiplyRow<Acc>(K, tiles.rows + (c + j) * ld, tiles.to_mark + at, tiles.mark_rows + at);
+      MultiplyRow<Acc>(K, tiles.rows + (2 * j + 1) * ld, tiles.to_mark + at, tiles.mark_rows + at);
     }
   }
 }
 
-// Pairs inside one sub-block of `count` tokens: q, k, step at its first token, `running` holding its keys transposed.
+// Pairs inside one sub-block of `count` tokens: q, k (rows `pair` apart) and step at its first token, `running`
+// holding its keys transposed.
 // Lane j of a row of `running` is key j decayed to the present token i; it starts to decay once i has passed it.
 template <class Acc, bool kWithQ>
-inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const Acc* k, const Acc* step, int64_t ldk,
-                            Acc* running, Acc* read, Acc* mix, int64_t ldc) {
+inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const Acc* k, int64_t pair, const Acc* step,
+                            int64_t ldk, Acc* running, Acc* read, Acc* mix, int64_t ldc) {
   constexpr int L = kLanes<Acc>;
   constexpr int kRegisters = static_cast<int>(kSubBlock) / L;
   using Lane = typename VecTraits<Acc>::IntLane;
@@ -116,8 +116,8 @@ inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const 
       begun[m] = lane[m] < static_cast<Lane>(i);
       by_q[0][m] = by_q[1][m] = by_k[0][m] = by_k[1][m] = Zero<Acc>();
     }
-    const Acc* q_row = q + i * ldk;
-    const Acc* k_row = k + i * ldk;
+    const Acc* q_row = q + i * pair;
+    const Acc* k_row = k + i * pair;
     const Acc* step_row = step + i * ldk;
     // The row padding holds zeros, so an odd last channel may take a partner.
     for (int64_t x = 0; x < key_dim; x += 2) {
@@ -151,9 +151,7 @@ inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const 
 // tiles.mix and, with `with_q`, tiles.read.
 template <class Acc>
 inline void DecayedPairs(const KdaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
-  const int64_t K = plan.key_dim, ldk = plan.ldk, ldc = plan.ldc;
-  const Acc* q_rows = tiles.rows;
-  const Acc* k_rows = tiles.rows + c * ldk;
+  const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
   for (int64_t first = 0; first < c; first += kSubBlock) {
     const int64_t count = c - first < kSubBlock ? c - first : kSubBlock;
     Acc* read = tiles.read + first * ldc;
@@ -161,18 +159,18 @@ inline void DecayedPairs(const KdaPlan& plan, int64_t c, bool with_q, const KdaC
     if (first > 0) {
       const Acc* keys = tiles.mark_rows + MarkRow(first / kSubBlock) * ldk;
       LoadTileTransposed<Acc>(first, K, keys, ldk, tiles.turned, ldc);
-      const Acc* inner = tiles.inner_rows + first * ldk;
-      if (with_q) Multiply<Into::kOverwrite>(count, first, K, inner, ldk, 1, tiles.turned, ldc, read, ldc);
-      Multiply<Into::kOverwrite>(count, first, K, inner + c * ldk, ldk, 1, tiles.turned, ldc, mix, ldc);
+      const Acc* inner = tiles.inner_rows + first * pair;
+      if (with_q) Multiply<Into::kOverwrite>(count, first, K, inner, pair, 1, tiles.turned, ldc, read, ldc);
+      Multiply<Into::kOverwrite>(count, first, K, inner + ldk, pair, 1, tiles.turned, ldc, mix, ldc);
     }
     if (count < kSubBlock) ClearTile<Acc>(K, kSubBlock, tiles.running, kSubBlock);
     LoadTile<Acc>(K, count, tiles.k_turned + first, ldc, tiles.running, kSubBlock);
+    const Acc* q = tiles.rows + first * pair;
+    const Acc* step = tiles.step + first * ldk;
     if (with_q) {
-      PairsInSubBlock<Acc, true>(K, count, q_rows + first * ldk, k_rows + first * ldk, tiles.step + first * ldk, ldk,
-                                 tiles.running, read + first, mix + first, ldc);
+      PairsInSubBlock<Acc, true>(K, count, q, q + ldk, pair, step, ldk, tiles.running, read + first, mix + first, ldc);
     } else {
-      PairsInSubBlock<Acc, false>(K, count, nullptr, k_rows + first * ldk, tiles.step + first * ldk, ldk,
-                                  tiles.running, read + first, mix + first, ldc);
+      PairsInSubBlock<Acc, false>(K, count, q, q + ldk, pair, step, ldk, tiles.running, read + first, mix + first, ldc);
     }
   }
 }
@@ -205,13 +203,13 @@ inline void WeighPairs(const KdaPlan& plan, int64_t c, bool with_q, const KdaChu
 }
 
 // S = decay over the chunk, row by row, times S, + sum over j of (k_j decayed to the end) (beta_j corrections_j)^T.
-// `corrections` is scaled on the way.
+// Rows of `corrections` lie `stride` apart and are scaled on the way.
 template <class Acc>
 inline void AdvanceState(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles, Acc* corrections,
-                         Acc* state) {
-  for (int64_t j = 0; j < c; ++j) ScaleRow<Acc>(plan.value_dim, tiles.beta[j], corrections + j * plan.ldv);
+                         int64_t stride, Acc* state) {
+  for (int64_t j = 0; j < c; ++j) ScaleRow<Acc>(plan.value_dim, tiles.beta[j], corrections + j * stride);
   const Acc* over_chunk = tiles.from_start + (c - 1) * plan.ldk;
   for (int64_t r = 0; r < plan.key_dim; ++r) ScaleRow<Acc>(plan.value_dim, over_chunk[r], state + r * plan.ldv);
   const Acc* to_end = tiles.mark_rows + MarkRow(SubBlocksOf(c)) * plan.ldk;
-  Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, to_end, 1, plan.ldk, corrections, plan.ldv, state, plan.ldv);
+  Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, to_end, 1, plan.ldk, corrections, stride, state, plan.ldv);
 }

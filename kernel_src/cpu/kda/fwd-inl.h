@@ -5,17 +5,19 @@ template <class Elem, class Acc>
 inline void ForwardChunk(const KdaForward& args, const KdaPlan& plan, int64_t begin, int64_t c, int64_t hv,
                          const KdaChunkTiles<Acc>& tiles, Acc* state) {
   const KdaInputs& in = args.in;
-  Acc* reads = tiles.value_rows;                       // [c, V]: q S, then o
-  Acc* corrections = tiles.value_rows + c * plan.ldv;  // [c, V]: k S, then the corrections
+  const int64_t stride = plan.pair_v;
+  Acc* reads = tiles.value_rows;                   // [c, V]: q S, then o
+  Acc* corrections = tiles.value_rows + plan.ldv;  // [c, V]: k S, then the corrections
   PrepareChunk<Acc>(in, plan, begin, c, hv, true, tiles);
   WeighPairs<Acc>(plan, c, true, tiles);
   Multiply<Into::kOverwrite>(2 * c, plan.value_dim, plan.key_dim, tiles.start_rows, plan.ldk, 1, state, plan.ldv,
                              tiles.value_rows, plan.ldv);
-  SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, static_cast<const Acc*>(nullptr), tiles.system, corrections);
-  MultiplyLower<Into::kAdd>(c, plan.value_dim, tiles.read, plan.ldc, corrections, plan.ldv, reads, plan.ldv);
+  SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, static_cast<const Acc*>(nullptr), tiles.system, corrections,
+                              stride);
+  MultiplyLower<Into::kAdd>(c, plan.value_dim, tiles.read, plan.ldc, corrections, stride, reads, stride);
   Elem* o = static_cast<Elem*>(args.o) + (begin * in.value_heads + hv) * plan.value_dim;
-  StoreTile<Acc>(c, plan.value_dim, reads, plan.ldv, o, in.value_heads * plan.value_dim);
-  AdvanceState<Acc>(plan, c, tiles, corrections, state);
+  StoreTile<Acc>(c, plan.value_dim, reads, stride, o, in.value_heads * plan.value_dim);
+  AdvanceState<Acc>(plan, c, tiles, corrections, stride, state);
 }
 
 template <class Elem, class Acc>

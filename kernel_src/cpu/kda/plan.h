@@ -27,6 +27,8 @@ struct KdaPlan {
   int64_t ldk;           // row of a tile with K columns
   int64_t ldv;           // row of a tile with V columns
   int64_t ldc;           // row of a tile with kChunk columns
+  int64_t pair_k;        // from row to row of q, or of k, where the two lie in turn
+  int64_t pair_v;        // the same in tiles with V columns
   int64_t state;         // a state: [K, ldv]
   int64_t state_turned;  // a state transposed: [V, ldk]
   int64_t values;        // [kChunk, ldv]
@@ -39,6 +41,8 @@ struct KdaPlan {
         ldk(TileStride(in.key_dim)),
         ldv(TileStride(in.value_dim)),
         ldc(TileStride(kChunk)),
+        pair_k(2 * ldk),
+        pair_v(2 * ldv),
         state(in.key_dim * ldv),
         state_turned(in.value_dim * ldk),
         values(kChunk * ldv),
@@ -46,7 +50,8 @@ struct KdaPlan {
 };
 
 // What one chunk of c tokens needs in both directions. Lower tiles are those of chunked/triangular-inl.h. Tiles of
-// 2 * kChunk rows hold c rows for q, then c rows for k. All decays are per key channel.
+// 2 * kChunk rows hold the rows of q and k in turn (q_0, k_0, q_1, ...), or what belongs to them, so that a product over
+// all of them sums in the order of the recurrence. All decays are per key channel.
 template <class Acc>
 struct KdaChunkTiles {
   Acc* rows;         // [2 * kChunk, ldk]: q and k, normalised and scaled
@@ -102,7 +107,7 @@ struct KdaBackwardTiles {
   Acc* d_states;        // [G, K, ldv]
   Acc* d_state_turned;  // [V, ldk]
   Acc* turned;          // [V, ldc]: corrections times beta, transposed
-  Acc* pairs;           // [2 * kChunk, ldc] lower: gradients of `read` and `mix`
+  Acc* pairs;           // [2 * kChunk, ldc] two lower tiles: gradients of `read`, from row c on of `mix`
   Acc* d_rows;          // [2 * kChunk, ldk]: gradients of `rows`, summed over the group
   Acc* d_parts;         // [2 * kChunk, ldk]: gradients of decayed rows
   Acc* d_decay;         // [kChunk, ldk]: gradients of the log-decays
