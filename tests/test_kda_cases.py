@@ -90,9 +90,9 @@ EXTREMES = {
     "channels apart": lambda g: g.mul_(torch.logspace(-3, 3, 16)),
 }
 GROWTH = {
-    "some channels grow": lambda g: g[..., ::3].neg_(),
-    "growth and decay in turns": lambda g: g.mul_(10).add_(0.5),
-    "fast growth of a few tokens": lambda g: g[:, 1:4].fill_(4.0),
+    "some channels grow": lambda g: g.mul_(0.1)[..., ::3].neg_(),
+    "growth and decay in turns": lambda g: g.mul_(2).add_(0.1),
+    "fast growth of a few tokens": lambda g: g[:, 1:4].fill_(2.0),
 }
 
 
@@ -133,7 +133,7 @@ def test_c23_extreme_decay(tier, function, kind):
 @pytest.mark.parametrize("kind", list(GROWTH))
 def test_growing_channels(tier, kind):
     """Positive log-decays are taken as they are: no clamp, and no factor that overflows where the decay does not."""
-    for length in (8, 70):
+    for length in (8, 40):
         properties.check_against_reference(with_decays(GROWTH[kind], FUNCTIONS[0]), Pack("", (length,)), torch.float32)
     op, pack = with_decays(GROWTH[kind], FUNCTIONS[1]), Pack("", (20,))
     inputs = op.make(pack, torch.float32)
