@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.mamba import modeling_mamba as stock_mamba
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
 # Tokens of each sequence; every pack has 4,096. The first is a draw from a log-normal distribution, as texts are.
@@ -205,6 +206,53 @@ def convolution(kernel: ModuleType, dtype: str, layout: str, distribution: str) 
     )
 
 
+def selective_scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
+    """Mamba-1's scan, 1,024 channels, 16 states; u, z ``[1, D, T]`` channel-last, delta ``[1, D, T]`` token-last.
+
+    Sequences are a sixteenth as long as elsewhere: the backward of the stock loop writes a tensor of the size of all
+    states of a sequence for each of its tokens.
+    """
+    channels, states, lengths = 1024, 16, tuple(max(4, length // 16) for length in LENGTHS[distribution])
+    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
+    element = DTYPES[dtype]
+    u, z = (_leaf(torch.randn(1, tokens, channels).transpose(1, 2), element) for _ in range(2))
+    delta = _leaf(torch.randn(1, channels, tokens) / 2 - 3, element)
+    B, C = (_leaf(torch.randn(1, tokens, states).transpose(1, 2), element) for _ in range(2))
+    # transformers hands the parameters over in fp32 whatever the model's dtype.
+    A = _leaf(-torch.arange(1.0, states + 1).repeat(channels, 1), torch.float32)
+    D, bias = _leaf(torch.ones(channels), torch.float32), _leaf(torch.randn(channels) / 10, torch.float32)
+
+    def ours(u: Tensor, delta: Tensor, z: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor) -> Tensor:
+        return kernel.selective_scan_fn(u, delta, A, B, C, D, z, bias, delta_softplus=True, cu_seqlens=cu_seqlens)
+
+    def alone(*tensors: Tensor) -> Tensor:
+        A, D, bias = tensors[5:]
+        parts = [
+            stock_mamba.mamba_selective_scan(u, delta, A, B, C, D, z, bias, delta_softplus=True)
+            for u, delta, z, B, C in _samples(tensors[:5], lengths, 2)
+        ]
+        return torch.cat(parts, 2)
+
+    # A token, channel and state: 17 flops for the exponential, 5 for the recurrence and the output. The backward does
+    # the exponentials and the recurrence twice more and has 17 flops of its own.
+    count = tokens * channels * states
+    return Case(
+        op="selective_scan_fn",
+        dtype=dtype,
+        shape=f"{channels} x {states} states",
+        distribution=distribution,
+        lengths=lengths,
+        tensors=(u, delta, z, B, C, A, D, bias),
+        ours=ours,
+        alone=alone,
+        stock_pack=None,
+        exact=torch.float32,
+        limit="fp32",
+        forward_work=22 * count,
+        both_work=(22 + 2 * 20 + 17) * count,
+    )
+
+
 def convolution_update(kernel: ModuleType, dtype: str, batch: int) -> Case:
     """One decoding step of the convolution, x ``[B, D, 1]``, conv_state ``[B, D, W - 1]`` changed in place."""
     channels, width = 2048, 4
@@ -276,7 +324,8 @@ def plan(quick: bool, ops: list[str] | None) -> list[tuple[str, Callable[[Module
 
 
 def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Callable[[ModuleType], Case]]]:
-    import kda_cases  # which builds on this module
+    import kda_cases  # these build on this module
+    import mamba2_cases
 
     for distribution in distributions:
         for head_dim in (64, 128) if distribution == "documents" and not quick else (64,):
@@ -290,9 +339,16 @@ def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Cal
         for dtype in DTYPES:
             yield "chunk_kda", _deferred(kda_cases.scan, dtype, distribution)
     for distribution in distributions:
+        for dtype in DTYPES:
+            yield "mamba_chunk_scan_combined", _deferred(mamba2_cases.scan, dtype, distribution)
+    for distribution in distributions:
         for layout in ("token-last", "channel-last"):
             for dtype in DTYPES:
                 yield "causal_conv1d_fn", _deferred(convolution, dtype, layout, distribution)
+    for distribution in distributions:
+        if distribution in ("documents", "many short"):
+            for dtype in DTYPES:
+                yield "selective_scan_fn", _deferred(selective_scan, dtype, distribution)
     for batch in (1, 32):
         for dtype in DTYPES:
             yield "causal_conv1d_update", _deferred(convolution_update, dtype, batch)
@@ -302,6 +358,9 @@ def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Cal
     for batch in (1, 32):
         for dtype in DTYPES:
             yield "fused_recurrent_kda", _deferred(kda_cases.step, dtype, batch)
+    for batch in (1, 32):
+        for dtype in DTYPES:
+            yield "selective_state_update", _deferred(mamba2_cases.step, dtype, batch)
 
 
 def _deferred(make: Callable[..., Case], *arguments: object) -> Callable[[ModuleType], Case]:

@@ -92,10 +92,23 @@ def test_matches_reference(case, dtype, tier):
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[8]], ids=str)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_packing_properties(case, dtype, tier):
+def test_packing_properties(case, tier):
     for pack in catalogue(edge=64):
-        properties.check_all_properties(op_under_test(case), pack, dtype)
+        properties.check_all_properties(op_under_test(case), pack, torch.float32)
+
+
+EDGES = [Pack("edges", (63, 1, 65, 130), padding=2), Pack("empty", (0, 5, 0, 9, 0))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_packing_properties_in_half_precision(dtype, tier):
+    for pack in EDGES:
+        properties.check_all_properties(op_under_test(CASES[8]), pack, dtype)
+
+
+def test_packing_properties_in_double():
+    for pack in EDGES:
+        properties.check_all_properties(op_under_test(CASES[8]), pack, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,10 +117,10 @@ def test_memory_forms(dtype):
         properties.check_memory_forms(op_under_test(case), Pack("ragged", (5, 9, 17, 3)), dtype)
 
 
-LONG = Pack("several key ranges", (700, 1300, 20))
+LONG = Pack("several key ranges", (530, 1060, 20))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 @pytest.mark.parametrize(
     "case",
     [
@@ -121,7 +134,7 @@ def test_sequences_of_several_key_ranges(case, dtype, tier):
     op = op_under_test(case)
     properties.check_against_reference(op, LONG, dtype)
     properties.check_packed_equals_alone(op, LONG, dtype)
-    properties.check_repeatable(op, LONG, dtype, threads=(1, 2, 4))
+    properties.check_repeatable(op, LONG, dtype, threads=(1, 3))
 
 
 def test_gradcheck_on_the_real_backward(kernel):

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <thread>
 #include <type_traits>
 
 namespace packfree {
@@ -33,6 +34,14 @@ void ParallelForEach(int64_t items, const Body& body) {
       }
     }
   });
+}
+
+// Waits until another item has stored `value` in the counter with a release. That item must have been handed out earlier,
+// so it is running or done. Gives the core away after a while, for the case that threads outnumber cores.
+inline void WaitFor(const int32_t* counter, int32_t value) {
+  for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; ++spins) {
+    if (spins >= 1000) std::this_thread::yield();
+  }
 }
 
 }  // namespace packfree

@@ -9,12 +9,15 @@ template <class Acc>
 void CheckMath(const char* tier) {
   const double eps = std::numeric_limits<Acc>::epsilon();
   const Acc inf = std::numeric_limits<Acc>::infinity(), nan = std::numeric_limits<Acc>::quiet_NaN();
-  double exp_error = 0, tanh_error = 0, sigmoid_error = 0, log_error = 0;
+  double exp_error = 0, tanh_error = 0, sigmoid_error = 0, log_error = 0, exp2_error = 0, softplus_error = 0;
   for (double step = -80; step < 80; step += 0.0137) {
     const Acc x = static_cast<Acc>(step), small = static_cast<Acc>(step / 20);
     exp_error = std::fmax(exp_error, RelativeError(Exp<Acc>(Set<Acc>(x))[0], std::exp(double(x))));
     tanh_error = std::fmax(tanh_error, RelativeError(Tanh<Acc>(Set<Acc>(small))[0], std::tanh(double(small))));
     sigmoid_error = std::fmax(sigmoid_error, RelativeError(SigmoidOne<Acc>(x), 1 / (1 + std::exp(-double(x)))));
+    exp2_error = std::fmax(exp2_error, RelativeError(Exp2Any<Acc>(Set<Acc>(x))[0], std::exp2(double(x))));
+    const double softplus = x > 20 ? double(x) : std::log1p(std::exp(double(x)));
+    softplus_error = std::fmax(softplus_error, RelativeError(Softplus<Acc>(Set<Acc>(x))[0], softplus));
     // Near 1 the logarithm is small, so its error is measured against 1.
     if (x > 0) log_error = std::fmax(log_error, std::fabs(LogOne<Acc>(x) - std::log(double(x))) / (1 + std::fabs(std::log(double(x)))));
   }
@@ -22,6 +25,18 @@ void CheckMath(const char* tier) {
   Check(tanh_error < 8 * eps, tier, "Tanh", tanh_error / eps);
   Check(sigmoid_error < 3 * eps, tier, "Sigmoid", sigmoid_error / eps);
   Check(log_error < 2 * eps, tier, "Log", log_error / eps);
+  Check(exp2_error < 2 * eps, tier, "Exp2Any", exp2_error / eps);
+  Check(softplus_error < 4 * eps, tier, "Softplus", softplus_error / eps);
+  const Acc largest = Acc(sizeof(Acc) == 4 ? 128 : 1024);
+  Check(Exp2Any<Acc>(Set<Acc>(-inf))[0] == 0, tier, "Exp2Any(-inf)", Exp2Any<Acc>(Set<Acc>(-inf))[0]);
+  Check(Exp2Any<Acc>(Set<Acc>(-2 * largest))[0] == 0, tier, "Exp2Any(low)", Exp2Any<Acc>(Set<Acc>(-2 * largest))[0]);
+  Check(Exp2Any<Acc>(Set<Acc>(largest))[0] == inf, tier, "Exp2Any(high)", Exp2Any<Acc>(Set<Acc>(largest))[0]);
+  Check(Exp2Any<Acc>(Set<Acc>(9 * largest))[0] == inf, tier, "Exp2Any(higher)", Exp2Any<Acc>(Set<Acc>(9 * largest))[0]);
+  Check(std::isnan(Exp2Any<Acc>(Set<Acc>(nan))[0]), tier, "Exp2Any(nan)", Exp2Any<Acc>(Set<Acc>(nan))[0]);
+  Check(Exp2Any<Acc>(Set<Acc>(0))[0] == 1, tier, "Exp2Any(0)", Exp2Any<Acc>(Set<Acc>(0))[0]);
+  Check(Softplus<Acc>(Set<Acc>(-inf))[0] == 0, tier, "Softplus(-inf)", Softplus<Acc>(Set<Acc>(-inf))[0]);
+  Check(Softplus<Acc>(Set<Acc>(inf))[0] == inf, tier, "Softplus(inf)", Softplus<Acc>(Set<Acc>(inf))[0]);
+  Check(std::isnan(Softplus<Acc>(Set<Acc>(nan))[0]), tier, "Softplus(nan)", Softplus<Acc>(Set<Acc>(nan))[0]);
   Check(ExpOne<Acc>(-inf) == 0, tier, "Exp(-inf)", ExpOne<Acc>(-inf));
   Check(ExpOne<Acc>(inf) == inf, tier, "Exp(inf)", ExpOne<Acc>(inf));
   Check(std::isnan(ExpOne<Acc>(nan)), tier, "Exp(nan)", ExpOne<Acc>(nan));
@@ -111,6 +126,14 @@ void CheckTiles(const char* tier) {
           Check(std::fabs(c[i * ld + j] - 2 * truth) < 80 * eps, tier, "Multiply, adding a transposed tile", i);
         }
       }
+      std::vector<Acc> back(rows * depth, Acc(7));
+      StoreTileTransposed<Acc, Acc>(depth, rows, t.data(), ldt, back.data(), depth);
+      Check(back == a, tier, "StoreTileTransposed", rows);
+      constexpr int L = kLanes<Acc>;
+      std::vector<Acc> lanes((rows + L) * L, Acc(columns)), sums(rows + L);
+      for (int i = 0; i < rows; ++i) lanes[i * L + i % L] += Acc(i);
+      SumLanes<Acc>(rows, lanes.data(), sums.data());
+      for (int i = 0; i < rows; ++i) Check(sums[i] == Acc(i + L * columns), tier, "SumLanes", i);
       Multiply<Into::kSubtract, Acc>(rows, columns, depth, t.data(), 1, ldt, b_tile.data(), ld, c.data(), ld);
       for (int i = 0; i < rows; ++i) {
         for (int j = 0; j < columns; ++j) {

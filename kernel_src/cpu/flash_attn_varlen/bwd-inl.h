@@ -80,10 +80,32 @@ PACKFREE_INLINE Acc RowDelta(const AttentionBackwardArgs& args, const Elem* dout
   return args.dlse == nullptr ? delta : delta - static_cast<const Acc*>(args.dlse)[lse_index];
 }
 
+// delta[c] = sum over d of doutt[d, c] * out_rows[c, d], summed as MultiplyRows sums dout . v: a query whose output is
+// one value row then gets dP - delta = 0 exactly. `transposed` is scratch [kStretch, kTileColumns].
+template <class Acc>
+inline void TileDelta(const QueryTile<Acc>& tile, int64_t dim, const Acc* doutt, const Acc* out_rows, int64_t ld,
+                      Acc* transposed, Acc* delta) {
+  constexpr int L = kLanes<Acc>;
+  for (int64_t c = 0; c < kTileColumns; ++c) delta[c] = Acc(0);
+  for (int64_t d = 0; d < dim; d += kStretch) {
+    const int64_t depth = dim - d < kStretch ? dim - d : kStretch;
+    LoadTileTransposed(tile.columns, depth, out_rows + d, ld, transposed, kTileColumns);
+    for (int64_t c = 0; c < tile.columns; c += L) {
+      Vec<Acc> sum = Zero<Acc>();
+      for (int64_t i = 0; i < depth; ++i) {
+        sum = MulAdd(Load<Acc>(transposed + i * kTileColumns + c), Load<Acc>(doutt + (d + i) * kTileColumns + c), sum);
+      }
+      Store(delta + c, d == 0 ? sum : Load<Acc>(delta + c) + sum);
+    }
+  }
+}
+
 // What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, delta.
+// `transposed` is scratch of a block of scores.
 template <class Elem, class Acc>
 inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* lse, Acc* delta) {
+                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* lse, Acc* delta,
+                             Acc* transposed) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
   const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
@@ -91,16 +113,17 @@ inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& u
   LoadTileTransposed(tile.columns, args.K, q_rows, key_dim, qt, kTileColumns, sign);
   LoadQueryRows<Elem>(tile, args.dout, bos, group, unit.kv_head, args.V, dout_rows, value_dim);
   LoadTileTransposed(tile.columns, args.V, dout_rows, value_dim, doutt, kTileColumns);
+  LoadQueryRows<Elem>(tile, args.out, bos, group, unit.kv_head, args.V, dout_rows, value_dim);
+  TileDelta(tile, args.V, doutt, dout_rows, value_dim, transposed, delta);
+  LoadQueryRows<Elem>(tile, args.dout, bos, group, unit.kv_head, args.V, dout_rows, value_dim);
   for (int64_t c = 0; c < kTileColumns; ++c) {
     // Columns past the tile's end get probability 0.
     lse[c] = static_cast<Acc>(__builtin_inf());
-    delta[c] = Acc(0);
     if (c >= tile.columns) continue;
     const int64_t m = tile.first + c, head = unit.kv_head * group + m % group;
     const int64_t index = head * args.queries.tokens + bos + m / group;
     lse[c] = static_cast<const Acc*>(args.lse)[index] * kLog2e;
-    delta[c] = RowDelta<Elem, Acc>(args, TileRow<Elem>(args.dout, bos, group, unit.kv_head, m),
-                                   TileRow<Elem>(args.out, bos, group, unit.kv_head, m), index);
+    if (args.dlse != nullptr) delta[c] -= static_cast<const Acc*>(args.dlse)[index];
   }
 }
 
@@ -118,11 +141,7 @@ inline bool ExchangeQueryGradient(const KeySpan& ranges, int64_t range, int64_t 
                                   Acc* partial, Acc* dqt) {
   constexpr int L = kLanes<Acc>;
   if (ranges.end - ranges.begin == 1) return true;
-  while (__atomic_load_n(arrived, __ATOMIC_ACQUIRE) != range - ranges.begin) {
-#if PACKFREE_X86
-    __builtin_ia32_pause();
-#endif
-  }
+  WaitFor(arrived, static_cast<int32_t>(range - ranges.begin));
   const bool last = range + 1 == ranges.end;
   for (int64_t i = 0; i < elements; i += L) {
     Vec<Acc> sum = Load<Acc>(dqt + i);
@@ -186,7 +205,8 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
     const int64_t seen_begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
     const int64_t seen_end = tile.some.end < range_end ? tile.some.end : range_end;
     if (!unseen) {
-      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, lse, delta);
+      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, lse, delta,
+                             scores);
     }
     for (int64_t block = seen_begin / kKeyBlock * kKeyBlock; !unseen && block < seen_end; block += kKeyBlock) {
       const int64_t begin = block > seen_begin ? block : seen_begin;
@@ -236,7 +256,8 @@ void SinkGradientUnit(const AttentionBackwardArgs& args, int64_t sequence, int64
   double sum = 0;
   for (int64_t t = args.queries.bos(sequence); t < args.queries.eos(sequence); ++t) {
     const int64_t index = head * args.queries.tokens + t;
-    const Elem* dout = static_cast<const Elem*>(args.dout.data) + t * args.dout.token_stride + head * args.dout.head_stride;
+    const Elem* dout =
+        static_cast<const Elem*>(args.dout.data) + t * args.dout.token_stride + head * args.dout.head_stride;
     const Elem* out = static_cast<const Elem*>(args.out.data) + t * args.out.token_stride + head * args.out.head_stride;
     const Acc probability = ExpOne<Acc>(sink - static_cast<const Acc*>(args.lse)[index]);
     sum -= static_cast<double>(probability * RowDelta<Elem, Acc>(args, dout, out, index));

@@ -137,13 +137,15 @@ inline void StoreQueryColumns(const QueryTile<Acc>& tile, const Acc* source, Acc
   }
 }
 
+// Terms of a dot that are summed before they meet the sum of the others: long dots then round nearly like short ones.
+// The scalar tier, which rounds twice a step, has less.
+constexpr int64_t kStretch = PACKFREE_TIER == 0 ? 16 : 64;
+
 // scores[r, c] = row r of `a` [rows, ld] . column c of `bt` [dim, kTileColumns]: the products of keys with queries and of
-// values with output gradients. Long dots are summed in stretches, which keeps their rounding near that of a short one;
-// the scalar tier, which rounds twice a step, has shorter ones.
+// values with output gradients.
 template <class Acc>
 inline void MultiplyRows(int64_t rows, int64_t columns, int64_t dim, const Acc* a, int64_t ld, const Acc* bt,
                          Acc* scores) {
-  constexpr int64_t kStretch = PACKFREE_TIER == 0 ? 16 : 64;
   const int64_t first = dim < kStretch ? dim : kStretch;
   Multiply<Into::kOverwrite>(rows, columns, first, a, ld, int64_t{1}, bt, kTileColumns, scores, kTileColumns);
   for (int64_t d = kStretch; d < dim; d += kStretch) {

@@ -186,7 +186,8 @@ void SinkGradient(const AttentionBackwardArgs& args, const Kernels& kernels) {
   const int64_t count = static_cast<int64_t>(sequences.size());
   std::vector<Acc> partial(static_cast<size_t>(count * args.H));
   ParallelForEach(count * args.H, [&](int64_t item) {
-    kernels.sink_gradient(args, sequences[static_cast<size_t>(item / args.H)], item % args.H, &partial[static_cast<size_t>(item)]);
+    kernels.sink_gradient(args, sequences[static_cast<size_t>(item / args.H)], item % args.H,
+                          &partial[static_cast<size_t>(item)]);
   });
   for (int64_t head = 0; head < args.H; ++head) {
     double sum = 0;

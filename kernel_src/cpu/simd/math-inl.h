@@ -1,5 +1,6 @@
 // Elementary functions on vectors, float and double by one text. Included once per tier, after vec-inl.h.
-// Relative error, held by tests/cpp: Exp below 2 eps, Sigmoid below 3, Tanh below 8; Log below 2 eps of 1 + |log|.
+// Relative error, held by tests/cpp: Exp and Exp2Any below 2 eps, Sigmoid below 3, Softplus below 4, Tanh below 8; Log
+// below 2 eps of 1 + |log|.
 
 // 1 / k! for k = 0, 1, ...: |r| <= ln(2) / 2 needs terms up to r^7 for float (5e-9) and r^13 for double (4e-18).
 constexpr double kInverseFactorial[] = {1.0,           1.0,           1.0 / 2,       1.0 / 6,         1.0 / 24,
@@ -88,6 +89,26 @@ PACKFREE_INLINE Vec<Acc> Exp2(Vec<Acc> x) {
   return y * (Vec<Acc>)(one + ((IntVec<Acc>)shifted << (kSingle ? 23 : 52)));
 }
 
+// 2^x for every x: 0 below the smallest normal result, NaN for NaN; from 2^128 (2^1024) on infinity, except that
+// +infinity itself may give NaN. With AVX-512 the scaling instruction saturates, which saves the clamps of Exp2.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> Exp2Any(Vec<Acc> x) {
+#if PACKFREE_TIER >= 2
+  if constexpr (std::is_same_v<Acc, float>) {
+    const Vec<float> count =
+        _mm512_maskz_roundscale_ps((__mmask16)0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec<float> r = x - count;
+    Vec<float> y = Set<float>(Exp2Coefficient<float>(kExp2Degree<float>));
+#pragma GCC unroll 16
+    for (int k = kExp2Degree<float> - 1; k >= 0; --k) y = MulAdd(y, r, Set<float>(Exp2Coefficient<float>(k)));
+    // "Not less than" is true for a NaN and lets it through.
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, Set<float>(-126), _CMP_NLT_UQ), y, count);
+  }
+#endif
+  // The constant stands first because the comparison then lets a NaN through.
+  return Exp2<Acc>(Min(Set<Acc>(sizeof(Acc) == 4 ? Acc(128) : Acc(1024)), x));
+}
+
 // 1 / (1 + e^-x)
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Sigmoid(Vec<Acc> x) {
@@ -131,15 +152,20 @@ PACKFREE_INLINE Vec<Acc> Log(Vec<Acc> x) {
   return x == x ? (x == infinity ? infinity : y) : x;
 }
 
-// ln(1 + e^x), and x itself above 20, as torch and mamba-ssm define it. The rounding of u = 1 + e^x is taken back by the
-// factor e^x / (u - 1), so the relative error stays small where e^x does.
+// ln(1 + e^x), taken as x above 20 as PyTorch's softplus is.
+// = max(x, 0) + ln(1 + p), p = e^-|x|; ln(1 + p) = 2 atanh(s), s = p / (2 + p) <= 1/3, keeps its relative precision
+// where p is small.
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Softplus(Vec<Acc> x) {
-  const Vec<Acc> small = Exp<Acc>(Min(x, Set<Acc>(Acc(20))));
-  const Vec<Acc> u = small + Acc(1);
-  const Vec<Acc> rest = u - Acc(1);
-  const Vec<Acc> y = rest == Acc(0) ? small : Log<Acc>(u) * (small / (rest == Acc(0) ? Set<Acc>(Acc(1)) : rest));
-  return x <= Acc(20) ? y : x;
+  constexpr int kTerms = sizeof(Acc) == 4 ? 7 : 16;
+  const Vec<Acc> p = Exp<Acc>(x < Acc(0) ? x : -x);
+  const Vec<Acc> s = p / (p + Acc(2));
+  const Vec<Acc> s2 = s * s;
+  Vec<Acc> sum = Set<Acc>(Acc(1) / Acc(2 * kTerms + 1));
+#pragma GCC unroll 16
+  for (int k = kTerms - 1; k >= 0; --k) sum = MulAdd(sum, s2, Set<Acc>(Acc(1) / Acc(2 * k + 1)));
+  const Vec<Acc> y = MulAdd(s + s, sum, Max(x, Zero<Acc>()));
+  return x > Acc(20) ? x : y;
 }
 
 // One element, through lane 0 of the vector function, so that every path of a kernel rounds alike.

@@ -101,6 +101,40 @@ inline void LoadTileTransposed(int64_t rows, int64_t columns, const Elem* source
   }
 }
 
+// target[c, r] = tile[r, c] for r < rows, c < columns: column c of the tile becomes row c of the target. The tile's
+// rows hold PadColumns(columns) elements; `stride` is the distance of the target's rows.
+template <class Acc, class Elem>
+inline void StoreTileTransposed(int64_t rows, int64_t columns, const Acc* tile, int64_t ld, Elem* target,
+                                int64_t stride) {
+  constexpr int L = kLanes<Acc>;
+  for (int64_t r = 0; r < rows; r += L) {
+    const int present = rows - r < L ? static_cast<int>(rows - r) : L;
+    for (int64_t c = 0; c < columns; c += L) {
+      const int width = columns - c < L ? static_cast<int>(columns - c) : L;
+      Vec<Acc> block[L];
+      for (int i = 0; i < L; ++i) block[i] = i < present ? Load<Acc>(tile + (r + i) * ld + c) : Zero<Acc>();
+      TransposeRegisters<Acc>(block);
+      for (int i = 0; i < width; ++i) StoreUpTo(target + (c + i) * stride + r, block[i], present);
+    }
+  }
+}
+
+// sums[r] = sum of the kLanes elements of row r, in ReduceSum's tree. `tile` [rows, kLanes] and `sums` have room for
+// PadColumns(rows) rows; what stands in the tile's padding rows reaches the padding of `sums` only.
+template <class Acc>
+inline void SumLanes(int64_t rows, const Acc* tile, Acc* sums) {
+  constexpr int L = kLanes<Acc>;
+  for (int64_t r = 0; r < rows; r += L) {
+    Vec<Acc> block[L];
+    for (int i = 0; i < L; ++i) block[i] = Load<Acc>(tile + (r + i) * L);
+    TransposeRegisters<Acc>(block);
+    for (int half = L / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) block[i] = block[i] + block[i + half];
+    }
+    Store(sums + r, block[0]);
+  }
+}
+
 // How Multiply treats what the target holds.
 enum class Into { kOverwrite, kAdd, kSubtract };
 

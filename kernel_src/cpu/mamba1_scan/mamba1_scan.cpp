@@ -1,0 +1,163 @@
+#include "cpu/mamba1_scan/mamba1_scan.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/chunked/layout.h"
+#include "cpu/mamba1_scan/scratch.h"
+#include "cpu/parallel.h"
+
+#include "cpu/simd/begin_scalar.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/mamba1_scan/tiles-inl.h"
+#include "cpu/mamba1_scan/fwd-inl.h"
+#include "cpu/mamba1_scan/bwd-inl.h"
+#include "cpu/simd/end_tier.h"
+
+// No tier of its own for the bf16 instructions: they multiply bf16 numbers, and the scan computes in float throughout.
+#if PACKFREE_X86
+#include "cpu/simd/begin_avx2.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/mamba1_scan/tiles-inl.h"
+#include "cpu/mamba1_scan/fwd-inl.h"
+#include "cpu/mamba1_scan/bwd-inl.h"
+#include "cpu/simd/end_tier.h"
+
+#include "cpu/simd/begin_avx512.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/mamba1_scan/tiles-inl.h"
+#include "cpu/mamba1_scan/fwd-inl.h"
+#include "cpu/mamba1_scan/bwd-inl.h"
+#include "cpu/simd/end_tier.h"
+#endif
+
+namespace packfree {
+namespace {
+
+// The functions of one tier; the dtypes of the tensors are looked at tile by tile.
+struct ScanKernels {
+  void (*forward)(const ScanForwardArgs&, const ScanItem&, void* scratch);
+  void (*backward)(const ScanBackwardArgs&, const ScanItem&, int64_t longest, void* scratch);
+  void (*reduce)(const ScanBackwardArgs&, const ScanCoefficients& input, const void* partials, void* target,
+                 int64_t first, int64_t last);
+};
+
+#define PACKFREE_KERNELS(tier, Acc) \
+  ScanKernels { &tier::ScanForwardItem<Acc>, &tier::ScanBackwardItem<Acc>, &tier::ScanReduceTokens<Acc> }
+
+ScanKernels KernelsFor(const ScanArgs& args) {
+  if (args.is_double) return PACKFREE_KERNELS(scalar, double);
+#if PACKFREE_X86
+  if (args.tier >= Tier::kAvx512) return PACKFREE_KERNELS(avx512, float);
+  if (args.tier == Tier::kAvx2) return PACKFREE_KERNELS(avx2, float);
+#endif
+  return PACKFREE_KERNELS(scalar, float);
+}
+#undef PACKFREE_KERNELS
+
+template <class Acc>
+int64_t ForwardScratchBytes(const ScanArgs& args) {
+  ScanPieces<Acc> pieces(nullptr);
+  ScanForwardTiles<Acc>(args, pieces);
+  return pieces.used() * static_cast<int64_t>(sizeof(Acc));
+}
+template <class Acc>
+int64_t BackwardScratchBytes(const ScanArgs& args, int64_t longest) {
+  ScanPieces<Acc> pieces(nullptr);
+  ScanBackwardTiles<Acc>(args, longest, pieces);
+  return pieces.used() * static_cast<int64_t>(sizeof(Acc));
+}
+
+// One parameter gradient [D, rows] from rows [first_row, first_row + rows) of the partial sums, which are Acc; their
+// total is kept in double.
+template <class Acc>
+void ReduceRows(const ScanBackwardArgs& args, int64_t first_row, int64_t rows, void* target) {
+  if (target == nullptr) return;
+  const int64_t stretches = ScanGroups(args.packing), all_rows = ScanParameterRows(args);
+  const Acc* partials = static_cast<const Acc*>(args.parameter_partials);
+  Acc* out = static_cast<Acc*>(target);
+  ParallelForEach((args.channels + kScanChannels - 1) / kScanChannels, [&](int64_t item) {
+    const int64_t channel = item * kScanChannels;
+    const int64_t channels = std::min(kScanChannels, args.channels - channel);
+    for (int64_t row = 0; row < rows; ++row) {
+      double sum[kScanChannels] = {};
+      for (int64_t s = 0; s < stretches; ++s) {
+        const Acc* partial = partials + (s * all_rows + first_row + row) * args.channels + channel;
+        for (int64_t c = 0; c < channels; ++c) sum[c] += partial[c];
+      }
+      for (int64_t c = 0; c < channels; ++c) out[(channel + c) * rows + row] = static_cast<Acc>(sum[c]);
+    }
+  });
+}
+
+template <class Acc>
+void ReduceParameters(const ScanBackwardArgs& args) {
+  int64_t row = 0;
+  ReduceRows<Acc>(args, row, args.states, args.dA);
+  row += args.states;
+  if (args.B.fixed) {
+    ReduceRows<Acc>(args, row, args.states, args.dB);
+    row += args.states;
+  }
+  if (args.C.fixed) {
+    ReduceRows<Acc>(args, row, args.states, args.dC);
+    row += args.states;
+  }
+  ReduceRows<Acc>(args, row, 1, args.dD);
+  ReduceRows<Acc>(args, row + 1, 1, args.ddelta_bias);
+}
+
+}  // namespace
+
+int64_t ScanGroups(const PackingView& packing) { return static_cast<int64_t>(ScanStretches(packing).size()); }
+
+int64_t ScanParameterRows(const ScanArgs& args) {
+  return args.states * (1 + (args.B.fixed ? 1 : 0) + (args.C.fixed ? 1 : 0)) + 2;
+}
+
+int64_t ScanChannelBlocks(const ScanArgs& args) {
+  return args.groups * ((args.channels / args.groups + kScanChannels - 1) / kScanChannels);
+}
+
+void mamba1_scan_fwd_cpu(const ScanForwardArgs& args) {
+  const ScanKernels kernels = KernelsFor(args);
+  const std::vector<ScanItem> items = ScanItems(args);
+  ScratchPool pool(args.is_double ? ForwardScratchBytes<double>(args) : ForwardScratchBytes<float>(args));
+  ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
+    const ScratchPool::Lease scratch(&pool);
+    kernels.forward(args, items[item], scratch.get());
+  });
+}
+
+void mamba1_scan_bwd_cpu(const ScanBackwardArgs& args) {
+  const ScanKernels kernels = KernelsFor(args);
+  const std::vector<ScanItem> items = ScanItems(args);
+  int64_t longest = 0;
+  for (int64_t n = 0; n < args.packing.num_sequences; ++n) longest = std::max(longest, args.packing.length(n));
+  ScratchPool pool(args.is_double ? BackwardScratchBytes<double>(args, longest)
+                                  : BackwardScratchBytes<float>(args, longest));
+  ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
+    const ScratchPool::Lease scratch(&pool);
+    kernels.backward(args, items[item], longest, scratch.get());
+  });
+  if (args.is_double) {
+    ReduceParameters<double>(args);
+  } else {
+    ReduceParameters<float>(args);
+  }
+  constexpr int64_t kReduceTokens = 256;
+  const int64_t end = args.packing.end();
+  ParallelForEach((end + kReduceTokens - 1) / kReduceTokens, [&](int64_t item) {
+    const int64_t first = item * kReduceTokens, last = std::min(first + kReduceTokens, end);
+    if (!args.B.fixed) kernels.reduce(args, args.B, args.dB_partials, args.dB, first, last);
+    if (!args.C.fixed) kernels.reduce(args, args.C, args.dC_partials, args.dC, first, last);
+  });
+}
+
+}  // namespace packfree

@@ -1,0 +1,179 @@
+// Work items of the selective scan and the scratch memory that one of them needs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/mamba1_scan/mamba1_scan.h"
+
+namespace packfree {
+
+// Sequences [first, last) of the pack, on channels [channel, channel + channels), which read group `group` of B and C.
+struct ScanItem {
+  int64_t first;
+  int64_t last;
+  int64_t partial;  // which partial sum of the parameter gradients
+  int64_t block;    // which channel block
+  int64_t group;
+  int64_t channel;
+  int64_t channels;
+};
+
+// States that the inner loops advance together: the next in line hide the latency of one.
+constexpr int kScanStates = 4;
+// Lanes of the widest register that holds an Acc.
+constexpr int64_t kScanMostLanes = 16;
+
+// Hands out pieces of one buffer in order, each on a cache line; without a buffer it only counts.
+template <class Acc>
+class ScanPieces {
+ public:
+  explicit ScanPieces(Acc* buffer) : buffer_(buffer) {}
+  Acc* Take(int64_t elements) {
+    Acc* piece = buffer_ == nullptr ? nullptr : buffer_ + used_;
+    used_ += (elements + 15) / 16 * 16;
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  Acc* buffer_;
+  int64_t used_ = 0;
+};
+
+// Row of a tile with N columns.
+inline int64_t ScanStateStride(int64_t states) {
+  return (states + kScanMostLanes - 1) / kScanMostLanes * kScanMostLanes;
+}
+
+// L below is the number of lanes, and a "lane group" the channels of one register. Tiles of channels are cut by lane
+// groups: [groups, rows, L], kScanChannels elements a row in all.
+template <class Acc>
+struct ScanTiles {
+  Acc* rate;     // [groups, N, L]: A
+  Acc* rate2;    // [groups, N, L]: A log2(e)
+  Acc* fixed_B;  // [groups, N, L], where B is fixed
+  Acc* fixed_C;  // [groups, N, L], where C is fixed
+  Acc* skip;     // [groups, L]: D
+  Acc* bias;     // [groups, L]: delta_bias
+  Acc* state;    // [groups, N, L]
+  Acc* B;        // [kScanTokens, stride]
+  Acc* C;        // [kScanTokens, stride]
+  int64_t stride;
+
+  ScanTiles(const ScanArgs& args, ScanPieces<Acc>& pieces)
+      : rate(pieces.Take(args.states * kScanChannels)),
+        rate2(pieces.Take(args.states * kScanChannels)),
+        fixed_B(pieces.Take(args.B.fixed ? args.states * kScanChannels : 0)),
+        fixed_C(pieces.Take(args.C.fixed ? args.states * kScanChannels : 0)),
+        skip(pieces.Take(kScanChannels)),
+        bias(pieces.Take(kScanChannels)),
+        state(pieces.Take(args.states * kScanChannels)),
+        B(pieces.Take(kScanTokens * ScanStateStride(args.states))),
+        C(pieces.Take(kScanTokens * ScanStateStride(args.states))),
+        stride(ScanStateStride(args.states)) {}
+};
+
+template <class Acc>
+struct ScanForwardTiles {
+  ScanTiles<Acc> shared;
+  // Of one lane group, [kScanTokens, L] each.
+  Acc* u;
+  Acc* delta;
+  Acc* input;  // delta u
+  Acc* z;
+  Acc* y;
+
+  ScanForwardTiles(const ScanArgs& args, ScanPieces<Acc>& pieces)
+      : shared(args, pieces),
+        u(pieces.Take(kScanTokens * kScanMostLanes)),
+        delta(pieces.Take(kScanTokens * kScanMostLanes)),
+        input(pieces.Take(kScanTokens * kScanMostLanes)),
+        z(pieces.Take(kScanTokens * kScanMostLanes)),
+        y(pieces.Take(kScanTokens * kScanMostLanes)) {}
+};
+
+template <class Acc>
+struct ScanBackwardTiles {
+  ScanTiles<Acc> shared;
+  Acc* checkpoints;  // [blocks of the longest sequence, groups, N, L]: states before each block
+  Acc* dstate;       // [groups, N, L]
+  // [groups, kScanTokens, L] each.
+  Acc* u;
+  Acc* delta;
+  Acc* slope;   // d delta / d (raw delta)
+  Acc* input;   // delta u
+  Acc* dy;      // gradient before the gate
+  Acc* dgate;   // what the output before the gate is multiplied with to give dz
+  Acc* y;       // sum over the states of C h
+  Acc* dinput;  // gradient of `input`
+  Acc* drate;   // sum over the states of A times the gradient of A delta
+  // Of one lane group and kScanStates states, [kScanTokens, states, L] each.
+  Acc* decay;
+  Acc* decayed;  // decay times the state before the token
+  // Summed over the lane groups, [kScanTokens, states, L] each; then over lanes.
+  Acc* dB;
+  Acc* dC;
+  Acc* sums;        // [kScanTokens, states]
+  Acc* parameters;  // [3, states, L]: sums over the block's tokens for dA, and for dB and dC where fixed
+
+  ScanBackwardTiles(const ScanArgs& args, int64_t longest, ScanPieces<Acc>& pieces)
+      : shared(args, pieces),
+        checkpoints(pieces.Take((longest + kScanTokens - 1) / kScanTokens * args.states * kScanChannels)),
+        dstate(pieces.Take(args.states * kScanChannels)),
+        u(pieces.Take(kScanTokens * kScanChannels)),
+        delta(pieces.Take(kScanTokens * kScanChannels)),
+        slope(pieces.Take(kScanTokens * kScanChannels)),
+        input(pieces.Take(kScanTokens * kScanChannels)),
+        dy(pieces.Take(kScanTokens * kScanChannels)),
+        dgate(pieces.Take(kScanTokens * kScanChannels)),
+        y(pieces.Take(kScanTokens * kScanChannels)),
+        dinput(pieces.Take(kScanTokens * kScanChannels)),
+        drate(pieces.Take(kScanTokens * kScanChannels)),
+        decay(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
+        decayed(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
+        dB(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
+        dC(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
+        sums(pieces.Take(kScanTokens * kScanStates)),
+        parameters(pieces.Take(3 * kScanStates * kScanMostLanes)) {}
+};
+
+// Sequences of a pack in stretches of at least kScanGroupTokens tokens.
+struct ScanStretch {
+  int64_t first;
+  int64_t last;
+  int64_t tokens;
+};
+inline std::vector<ScanStretch> ScanStretches(const PackingView& packing) {
+  std::vector<ScanStretch> stretches;
+  for (int64_t n = 0; n < packing.num_sequences; ++n) {
+    if (stretches.empty() || stretches.back().tokens >= kScanGroupTokens) stretches.push_back({n, n, 0});
+    stretches.back().last = n + 1;
+    stretches.back().tokens += packing.length(n);
+  }
+  return stretches;
+}
+
+// Every stretch on every channel block, the longest first so that threads end together.
+inline std::vector<ScanItem> ScanItems(const ScanArgs& args) {
+  const std::vector<ScanStretch> stretches = ScanStretches(args.packing);
+  std::vector<int64_t> order(stretches.size());
+  for (size_t s = 0; s < order.size(); ++s) order[s] = static_cast<int64_t>(s);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return stretches[a].tokens > stretches[b].tokens; });
+  const int64_t group_channels = args.channels / args.groups;
+  std::vector<ScanItem> items;
+  for (const int64_t s : order) {
+    int64_t block = 0;
+    for (int64_t g = 0; g < args.groups; ++g) {
+      for (int64_t c = 0; c < group_channels; c += kScanChannels, ++block) {
+        items.push_back({stretches[s].first, stretches[s].last, s, block, g, g * group_channels + c,
+                         std::min(kScanChannels, group_channels - c)});
+      }
+    }
+  }
+  return items;
+}
+
+}  // namespace packfree

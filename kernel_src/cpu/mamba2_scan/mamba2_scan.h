@@ -1,0 +1,82 @@
+// Mamba-2's scan (state space duality) on a CPU: arguments and entry points. The formulas are in the README of the
+// Python package's mamba2_scan folder.
+#pragma once
+
+#include "common/dtypes.h"
+#include "common/packing.h"
+#include "cpu/simd/tier.h"
+
+namespace packfree {
+
+// Elem is the dtype of x, B, C, z; Acc is float, or double where Elem is double. The last axis of every tensor is dense.
+// Head h reads group h / (H / G).
+struct Mamba2ScanInputs {
+  PackingView packing;        // T tokens, N sequences
+  int64_t heads;              // H
+  int64_t groups;             // G, a divisor of H
+  int64_t head_dim;           // P, at least 1
+  int64_t state_dim;          // S, at least 1
+  const void* x;              // Elem [T, H, P], strides below in elements
+  const void* b;              // Elem [T, G, S]
+  const void* c;              // Elem [T, G, S]
+  const void* z;              // Elem [T, H, P], or null for no gate
+  int64_t x_token, x_head;
+  int64_t b_token, b_group;
+  int64_t c_token, c_group;
+  int64_t z_token, z_head;
+  const void* dt;             // Acc [T, H], contiguous
+  const void* a;              // Acc [H], contiguous
+  const void* d;              // Acc [H, P], contiguous, or null
+  const void* dt_bias;        // Acc [H], contiguous, or null
+  const void* initial_state;  // Acc [N, H, P, S], contiguous, or null for zeros
+  bool softplus;              // whether step sizes are softplus(dt + dt_bias)
+  double dt_min, dt_max;      // and what they are clamped to then
+};
+
+// All outputs are contiguous. Tokens after the last boundary get 0.
+struct Mamba2ScanForward {
+  Mamba2ScanInputs in;
+  void* y;            // Elem [T, H, P]
+  void* final_state;  // Acc [N, H, P, S] or null
+};
+
+struct Mamba2ScanBackward {
+  Mamba2ScanInputs in;
+  const void* d_y;            // Elem [T, H, P], contiguous
+  const void* d_final_state;  // Acc [N, H, P, S], contiguous, or null for zeros
+  void* dx;                   // Elem [T, H, P]
+  void* ddt;                  // Acc [T, H]
+  void* da;                   // Acc [H]
+  void* db;                   // Elem [T, G, S]
+  void* dc;                   // Elem [T, G, S]
+  void* dd;                   // Acc [H, P] or null
+  void* dz;                   // Elem [T, H, P] or null
+  void* ddt_bias;             // Acc [H] or null
+  void* d_initial_state;      // Acc [N, H, P, S] or null
+};
+
+void Mamba2ScanForwardCpu(Tier tier, Dtype dtype, const Mamba2ScanForward& args);
+void Mamba2ScanBackwardCpu(Tier tier, Dtype dtype, const Mamba2ScanBackward& args);
+
+// One token for each of B sequences. Elem is the dtype of x, B, C, z and of the result. Strides in elements.
+struct SelectiveStateUpdate {
+  int64_t batch, heads, groups, head_dim, state_dim;
+  void* state;                              // Acc or Elem [B, H, P, S], the last axis dense; updated in place
+  int64_t state_batch, state_head, state_row;
+  bool wide_state;                          // whether the state is Acc
+  const void* x;                            // Elem [B, H, P], contiguous
+  const void* b;                            // Elem [B, G, S], contiguous
+  const void* c;                            // Elem [B, G, S], contiguous
+  const void* z;                            // Elem [B, H, P], contiguous, or null
+  const void* dt;                           // Acc [B, H, P], any strides
+  int64_t dt_batch, dt_head, dt_row;
+  const void* a;                            // Acc [H, P, S], stride 0 or 1 along the last axis
+  int64_t a_head, a_row, a_column;
+  const void* d;                            // Acc [H, P], contiguous, or null
+  const void* dt_bias;                      // Acc [H, P], contiguous, or null
+  bool softplus;
+  void* y;                                  // Elem [B, H, P], contiguous
+};
+void SelectiveStateUpdateCpu(Tier tier, Dtype dtype, const SelectiveStateUpdate& args);
+
+}  // namespace packfree

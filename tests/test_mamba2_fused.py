@@ -1,0 +1,202 @@
+"""Mamba-2's fused layer: against its reference, packed against alone, compiled, and what it refuses."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.harness import properties
+from tests.harness.kernel import load_kernel
+from tests.harness.packings import SMALL, Pack
+from tests.harness.properties import OpUnderTest, assert_same_bits
+from tests.test_mamba2_scan import DTYPES
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes and options of a fused call."""
+
+    heads: int = 4
+    groups: int = 2
+    head_dim: int = 8
+    state_dim: int = 6
+    beside: int = 0
+    norm: Optional[bool] = False  # norm_before_gate, or None without a norm
+    projection: bool = True
+    initial: bool = True
+
+    def make(self, pack: Pack, dtype: torch.dtype):
+        inner = self.heads * self.head_dim
+        convolved = inner + 2 * self.groups * self.state_dim
+        inputs = {
+            "zxbcdt": torch.randn(1, pack.tokens, 2 * self.beside + inner + convolved + self.heads),
+            "conv1d_weight": torch.randn(convolved, 4) / 2,
+            "conv1d_bias": torch.randn(convolved),
+            "dt_bias": torch.randn(self.heads),
+            "A": -torch.rand(self.heads),
+            "D": torch.randn(self.heads),
+        }
+        if self.initial:
+            inputs["initial_states"] = torch.randn(len(pack.lengths), self.heads, self.head_dim, self.state_dim)
+        if self.norm is not None:
+            inputs["rmsnorm_weight"] = torch.randn(inner)
+        if self.projection:
+            inputs["outproj_weight"] = torch.randn(10, self.beside + inner) / inner**0.5
+            inputs["outproj_bias"] = torch.randn(10)
+        return {name: value.to(dtype) for name, value in inputs.items()}
+
+    def run(self, inputs, **boundaries):
+        out, states = load_kernel().mamba_split_conv1d_scan_combined(
+            **inputs,
+            **boundaries,
+            chunk_size=16,
+            return_final_states=True,
+            rmsnorm_eps=1e-5,
+            headdim=self.head_dim,
+            ngroups=self.groups,
+            norm_before_gate=bool(self.norm),
+        )
+        return {"out": out, "final_states": states}
+
+    def reference(self, inputs, cu_seqlens):
+        kernel = load_kernel()
+        H, G, P, S = self.heads, self.groups, self.head_dim, self.state_dim
+        inner = H * P
+        dtype = inputs["zxbcdt"].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        mlp, z, xBC, dt = inputs["zxbcdt"][0].split([2 * self.beside, inner, inner + 2 * G * S, H], -1)
+        xBC, _ = kernel.causal_conv1d.causal_conv1d_reference(
+            xBC.t(), inputs["conv1d_weight"], inputs["conv1d_bias"], cu_seqlens, activation="silu"
+        )
+        x, B, C = xBC.t().split([inner, G * S, G * S], -1)
+        gate = z.unflatten(-1, (H, P))
+        y, states = kernel.mamba2_scan.mamba2_scan_reference(
+            x.unflatten(-1, (H, P)),
+            dt,
+            inputs["A"],
+            B.unflatten(-1, (G, S)),
+            C.unflatten(-1, (G, S)),
+            cu_seqlens,
+            inputs["D"],
+            gate if self.norm is None else None,
+            inputs["dt_bias"],
+            inputs.get("initial_states"),
+            dt_softplus=True,
+        )
+        y = y.flatten(1).to(wide)
+        if self.norm is not None:
+            factor = F.silu(z.to(wide))
+            y = y if self.norm else y * factor
+            parts = [part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() for part in y.chunk(G, -1)]
+            y = torch.cat(parts, -1) * inputs["rmsnorm_weight"].to(wide)
+            y = y * factor if self.norm else y
+        y = y.to(dtype)
+        if self.beside:
+            y = torch.cat([F.silu(mlp[:, : self.beside]) * mlp[:, self.beside :], y], -1)
+        if self.projection:
+            y = F.linear(y, inputs["outproj_weight"], inputs["outproj_bias"])
+        return {"out": y[None], "final_states": states}
+
+    def op(self) -> OpUnderTest:
+        axes = {"zxbcdt": 1, "out": 1}
+        states = ("initial_states", "final_states")
+        return OpUnderTest("mamba2_fused", self.make, self.run, self.reference, axes, states=states)
+
+
+LAYERS = [
+    Layer(),
+    Layer(norm=True, initial=False),
+    Layer(norm=None, projection=False, groups=1),
+    Layer(beside=3),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_matches_reference(layer, dtype):
+    for pack in (Pack("ragged", (5, 9, 17, 3)), Pack("empty", (0, 4, 0, 6))):
+        properties.check_against_reference(layer.op(), pack, dtype)
+
+
+@pytest.mark.parametrize("layer", LAYERS[:3], ids=str)
+def test_fused_keeps_sequences_apart(layer):
+    """Without the projection everything is the same bits packed or alone; a matmul of torch may round by its shape."""
+    layer = Layer(**{**layer.__dict__, "projection": False})
+    pack = Pack("ragged", (5, 67, 1, 3))
+    properties.check_isolation(layer.op(), pack, torch.float32)
+    properties.check_spellings(layer.op(), pack, torch.float32)
+    properties.check_packed_equals_alone(layer.op(), pack, torch.float32)
+
+
+def test_fused_returns_what_upstream_returns(kernel):
+    layer = Layer()
+    inputs = layer.make(SMALL, torch.float32)
+    options = dict(chunk_size=16, headdim=8, ngroups=2, cu_seqlens=SMALL.cu_seqlens)
+    out = kernel.mamba_split_conv1d_scan_combined(**inputs, **options)
+    assert isinstance(out, torch.Tensor) and out.shape == (1, 10, 10)
+    both = kernel.mamba_split_conv1d_scan_combined(**inputs, **options, return_final_states=True)
+    assert_same_bits("out", both[0], out)
+    assert both[1].shape == (3, 4, 8, 6)
+
+
+def test_c38_compiles_once_for_all_lengths(kernel):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    layer = Layer(initial=False)
+    weights = {name: value for name, value in layer.make(SMALL, torch.float32).items() if name != "zxbcdt"}
+    width = layer.make(SMALL, torch.float32)["zxbcdt"].shape[-1]
+
+    function = kernel.mamba_split_conv1d_scan_combined
+
+    def step(zxbcdt):
+        return function(zxbcdt, **weights, chunk_size=16, headdim=8, ngroups=2, norm_before_gate=False)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for length in (18, 27, 45):
+        zxbcdt = torch.randn(2, length, width, requires_grad=True)
+        out = compiled(zxbcdt)
+        (gradient,) = torch.autograd.grad(out.square().sum(), zxbcdt)
+        expected = step(zxbcdt)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), zxbcdt)[0])
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        (dict(headdim=None), ValueError, r"headdim must be given where D has shape \[H\], got None"),
+        (dict(D=torch.randn(4, 7)), ValueError, "headdim must be the 7 columns of D, got 8"),
+        (dict(ngroups=3), ValueError, "ngroups must divide the 4 heads, got 3"),
+        (dict(zxbcdt=torch.randn(1, 10, 91)), ValueError, r"zxbcdt must have 92 channels .* got 91"),
+        (dict(zxbcdt=torch.randn(1, 10, 93)), ValueError, r"zxbcdt must have 92 channels .* got 93"),
+        (dict(conv1d_weight=torch.randn(30, 4)), ValueError, r"conv1d_weight must have 32 \+ 2 \* 2 \* S channels"),
+        (dict(rmsnorm_weight=torch.randn(31)), ValueError, r"rmsnorm_weight must have shape \[H P\] = \(32,\)"),
+        (dict(outproj_weight=torch.randn(10, 31)), ValueError, r"outproj_weight must have shape \[E, M \+ H P\]"),
+        (dict(outproj_weight=None), ValueError, "outproj_bias must come with an outproj_weight"),
+        (dict(chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
+    ],
+)
+def test_fused_rejects(kernel, change, error, text):
+    inputs = Layer(initial=False).make(Pack("", (10,)), torch.float32)
+    options = dict(chunk_size=16, headdim=8, ngroups=2)
+    with pytest.raises(error, match="mamba_split_conv1d_scan_combined: " + text):
+        kernel.mamba_split_conv1d_scan_combined(**{**inputs, **options, **change})
+
+
+def test_c20_labels_change_around_the_edge_of_a_chunk(kernel):
+    """In bf16: outputs within 2e-2 of float32, every gradient finite and within its budget."""
+    layer = Layer(groups=1)
+    for edge in (255, 256, 257):
+        pack = Pack(f"edge at {edge}", (edge, 300 - edge))
+        properties.check_against_reference(layer.op(), pack, torch.bfloat16)
+        inputs = layer.make(pack, torch.bfloat16)
+        narrow, wide = (
+            layer.run(own, seq_idx=pack.seq_idx) for own in (inputs, properties.cast(inputs, torch.float32))
+        )
+        for name, value in narrow.items():
+            assert float((value.float() - wide[name]).abs().max()) < 2e-2 * float(wide[name].abs().max()), name

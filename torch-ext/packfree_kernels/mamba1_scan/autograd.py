@@ -1,0 +1,97 @@
+"""Shapes and gradient of the scan's ops.
+
+The backward op runs the states forward again from the inputs, which are all that is saved. Gradients of u, delta and z
+come in y's axis order, those of B and C per token as [B, T, G, N].
+"""
+
+import torch
+
+from .._ops import add_op_namespace_prefix, ops
+
+
+def _state_dtype(u):
+    return torch.promote_types(u.dtype, torch.float32)
+
+
+def _stream_shape(u, channels_last):
+    batch, channels, tokens = u.shape
+    return (batch, tokens, channels) if channels_last else (batch, channels, tokens)
+
+
+def _state_shape(u, A, cu_seqlens):
+    return cu_seqlens.shape[0] - 1, u.shape[1], A.shape[1]
+
+
+def _coefficient_gradient(u, coefficients):
+    if coefficients.dim() == 2:
+        return u.new_empty(coefficients.shape, dtype=_state_dtype(u))
+    batch, groups, states, tokens = coefficients.shape
+    return coefficients.new_empty(batch, tokens, groups, states)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("mamba1_scan_fwd"))
+def _fwd_fake(
+    u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, delta_softplus, channels_last, want_states
+):
+    state = _state_shape(u, A, cu_seqlens) if want_states else (0,)
+    return u.new_empty(_stream_shape(u, channels_last)), u.new_empty(state, dtype=_state_dtype(u))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("mamba1_scan_bwd"))
+def _bwd_fake(
+    dy, dfinal_states, u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, delta_softplus, channels_last
+):
+    dtype = _state_dtype(u)
+    shape = _stream_shape(u, channels_last)
+    return (
+        u.new_empty(shape),
+        delta.new_empty(shape),
+        u.new_empty(A.shape, dtype=dtype),
+        _coefficient_gradient(u, B),
+        _coefficient_gradient(u, C),
+        u.new_empty((0,) if D is None else D.shape, dtype=dtype),
+        u.new_empty((0,)) if z is None else z.new_empty(shape),
+        u.new_empty((0,) if delta_bias is None else delta_bias.shape, dtype=dtype),
+        u.new_empty((0,) if initial_states is None else initial_states.shape, dtype=dtype),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, flags = inputs[:10], inputs[10:]
+    ctx.save_for_backward(*tensors)
+    ctx.flags = flags
+
+
+def _backward(ctx, dy, dfinal_states):
+    saved = ctx.saved_tensors
+    u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states = saved
+    delta_softplus, channels_last, want_states = ctx.flags
+    du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_states = ops.mamba1_scan_bwd(
+        dy, dfinal_states if want_states else None, *saved, delta_softplus, channels_last
+    )
+    if channels_last:
+        du, ddelta = du.transpose(1, 2), ddelta.transpose(1, 2)
+        dz = dz if z is None else dz.transpose(1, 2)
+    dB, dC = (x if x.dim() == 2 else x.permute(0, 2, 3, 1) for x in (dB, dC))
+
+    def given(gradient, tensor):
+        return None if tensor is None else gradient.to(tensor.dtype)
+
+    return (
+        du,
+        ddelta,
+        given(dA, A),
+        given(dB, B),
+        given(dC, C),
+        given(dD, D),
+        None if z is None else dz,
+        given(ddelta_bias, delta_bias),
+        None,
+        given(dinitial_states, initial_states),
+        None,
+        None,
+        None,
+    )
+
+
+torch.library.register_autograd(add_op_namespace_prefix("mamba1_scan_fwd"), _backward, setup_context=_setup_context)

@@ -1,0 +1,309 @@
+"""Mamba-2's scan and its one-token update, under the names and argument order of mamba-ssm."""
+
+from typing import Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .._checks import FLOAT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .._ops import ops
+from ..packing import Boundaries, resolve_packing
+from . import autograd  # noqa: F401  registers fakes and gradients
+
+_DTYPES = FLOAT_DTYPES + (torch.float64,)
+
+Result = Union[Tensor, Tuple[Tensor, ...]]
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Optional[Tensor] = None,
+    z: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    initial_states: Optional[Tensor] = None,
+    seq_idx: Optional[Tensor] = None,
+    cu_seqlens: Optional[Boundaries] = None,
+    dt_softplus: bool = False,
+    dt_limit: Tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    *,
+    position_ids: Optional[Tensor] = None,
+) -> Result:
+    """Mamba-2's state space recurrence, chunk by chunk, each sequence for itself.
+
+    Formula (one head, state ``h`` ``[P, S]``)::
+
+        d_t = clamp(softplus(dt_t + dt_bias), dt_limit)     (softplus with dt_softplus only)
+        h_t = exp(d_t A) h_{t-1} + d_t x_t B_t^T
+        y_t = (h_t C_t + D x_t) silu(z_t)
+
+    Args:
+        x: ``[B, T, H, P]``, fp32, bf16 or fp16 (fp64 runs too, in plain scalar code), any strides.
+        dt: step sizes ``[B, T, H]``, any floating dtype, computed with in fp32.
+        A: decay rates ``[H]``, any floating dtype. Normally negative; any sign is taken as it is.
+        B, C: ``[B, T, G, S]``, x's dtype. H is a multiple of G; head ``h`` reads group ``h // (H / G)``.
+        chunk_size: at least 1. The kernel cuts by its own size, so this changes nothing.
+        D: what a token passes around the state, ``[H]`` or ``[H, P]``, or None.
+        z: gate ``[B, T, H, P]``, x's dtype, or None.
+        dt_bias: ``[H]`` or None.
+        initial_states: ``[N, H, P, S]``, one state a sequence (B states without boundaries), any floating dtype.
+        seq_idx: labels ``[B, T]`` that never decrease along a row; negative labels are tail padding.
+        cu_seqlens: offsets ``[N + 1]`` of the sequences packed in one row (B = 1), int32, int64 or a list of ints.
+        dt_softplus: whether steps pass through softplus (the identity above 20).
+        dt_limit: smallest and largest step. The gradient of a step outside is 0.
+        return_final_states: also return the states after each sequence's last token.
+        return_varlen_states: the same states once more, as mamba-ssm returns those of packed sequences.
+        position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used if neither of the other two is
+            given. Without any boundaries each row is one sequence. Under ``torch.compile`` boundaries made from labels
+            or positions stand for ``B * T`` sequences, most of them empty; states then need ``cu_seqlens``.
+
+    Returns:
+        ``y`` ``[B, T, H, P]`` in x's dtype, exactly 0 at padding tokens; with ``return_final_states``, with
+        ``return_varlen_states`` or with both a tuple of y and the states ``[N, H, P, S]`` in fp32 (fp64 for fp64), once
+        for each. An empty sequence returns its initial state.
+
+    Precision: products, sums and states in fp32, whatever the input dtype.
+    Gradients: of all tensors but the boundaries, from y and the states, each in its tensor's dtype. Saved for the
+    backward pass: the inputs only.
+    Determinism: a sequence's results and gradients are the same bits packed or alone, on any number of threads;
+    gradients of A, D and dt_bias repeat.
+    Devices: CPU.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of a dtype not named above.
+        ValueError: shapes that do not fit, a chunk_size below 1, a dt_limit that is no range, a tensor on another
+            device, or malformed boundaries.
+
+    Example:
+        >>> # two samples of 5 and 8 tokens in one row
+        >>> y, states = mamba_chunk_scan_combined(
+        ...     x, dt, A, B, C, 256, D, cu_seqlens=[0, 5, 13], dt_softplus=True, return_final_states=True
+        ... )
+        >>> states.shape  # [2, H, P, S]
+
+    Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State
+    Space Duality" (2024); argument order of mamba-ssm's function of this name. Derivation of both passes: README.md in
+    this folder.
+    """
+    op = "mamba_chunk_scan_combined"
+    _check_tokens(op, x, dt, A, B, C, z)
+    batch, length, heads, head_dim = x.shape
+    groups, state_dim = B.shape[2:]
+    check_chunk_size(op, chunk_size)
+    dt_min, dt_max = _checked_limit(op, dt_limit)
+    packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    D = _checked_skip(op, D, x)
+    if dt_bias is not None:
+        _check_parameter(op, "dt_bias", dt_bias, x)
+        check_shape(op, "dt_bias", dt_bias, (heads,), "[H]")
+    if initial_states is not None:
+        _check_parameter(op, "initial_states", initial_states, x)
+        if packing.live is not None and packing.states is None:
+            raise value_error(
+                op, "initial_states", "come with cu_seqlens where the number of sequences cannot be read", "seq_idx"
+            )
+        shape = (packing.num_states, heads, head_dim, state_dim)
+        check_shape(op, "initial_states", initial_states, shape, "[N, H, P, S]")
+        initial_states = packing.spread_states(initial_states.to(wide))
+    want_states = return_final_states or return_varlen_states
+    y, states = ops.mamba2_scan_fwd(
+        x.reshape(packing.tokens, heads, head_dim),
+        dt.reshape(packing.tokens, heads).to(wide),
+        A.to(wide),
+        B.reshape(packing.tokens, groups, state_dim),
+        C.reshape(packing.tokens, groups, state_dim),
+        None if D is None else D.to(wide),
+        None if z is None else z.reshape(packing.tokens, heads, head_dim),
+        None if dt_bias is None else dt_bias.to(wide),
+        packing.cu_seqlens,
+        initial_states,
+        bool(dt_softplus),
+        dt_min,
+        dt_max,
+        bool(want_states),
+    )
+    y = packing.mask_padding(y.reshape(batch, length, heads, head_dim), time_dim=1)
+    if not want_states:
+        return y
+    states = packing.gather_states(states)
+    return (y,) + (states,) * (bool(return_final_states) + bool(return_varlen_states))
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor] = None,
+    z: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    dt_softplus: bool = False,
+) -> Tensor:
+    """Continue each sequence of a batch by one token, from a state that is updated in place.
+
+    Formula (one row p of one head)::
+
+        d = softplus(dt_p + dt_bias_p)     (softplus with dt_softplus only)
+        state_p = exp(d A_p) state_p + d x_p B,    y_p = (state_p . C + D_p x_p) silu(z_p)
+
+    Args:
+        state: ``[B, H, P, S]`` or, without heads, ``[B, P, S]``; x's dtype or fp32. Updated in place.
+        x: ``[B, H, P]`` or ``[B, P]``, fp32, bf16 or fp16 (fp64 too).
+        dt: the shape of x, any floating dtype; may be expanded from one step a head.
+        A: ``[H, P, S]`` or ``[P, S]``, any floating dtype; may be expanded from one rate a head.
+        B, C: ``[B, G, S]`` or, without heads, ``[B, S]``, x's dtype.
+        D, dt_bias: ``[H, P]`` or ``[P]``, any floating dtype, or None.
+        z: the shape and dtype of x, or None.
+        dt_softplus: whether steps pass through softplus (the identity above 20).
+
+    Returns:
+        ``y``, the shape and dtype of x. No gradient.
+
+    Precision: fp32 (fp64 for fp64), whatever the dtypes.
+
+    Raises:
+        TypeError, ValueError: an argument of wrong type, dtype, device or shape.
+
+    Source: mamba-ssm, ``selective_state_update``.
+    """
+    op = "selective_state_update"
+    check_tensor(op, "x", x)
+    if x.dim() not in (2, 3):
+        raise value_error(op, "x", "have shape [B, H, P] or [B, P]", tuple(x.shape))
+    check_dtype(op, "x", x, _DTYPES)
+    if x.device.type not in ("cpu", "meta"):
+        raise value_error(op, "x", "be on a CPU", x.device)
+    has_heads = x.dim() == 3
+    letters = "[B, H, P" if has_heads else "[B, P"
+    check_tensor(op, "state", state, x.dim() + 1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    check_dtype(op, "state", state, (x.dtype, wide))
+    check_same_device(op, "state", state, x.device)
+    state_dim = state.shape[-1]
+    check_shape(op, "state", state, (*x.shape, state_dim), f"{letters}, S]")
+    _check_parameter(op, "dt", dt, x)
+    check_shape(op, "dt", dt, x.shape, f"{letters}]")
+    _check_parameter(op, "A", A, x)
+    check_shape(op, "A", A, (*x.shape[1:], state_dim), "[H, P, S]" if has_heads else "[P, S]")
+    for name, tensor in (("B", B), ("C", C)):
+        check_tensor(op, name, tensor, x.dim())
+        check_dtype(op, name, tensor, (x.dtype,))
+        check_same_device(op, name, tensor, x.device)
+        if has_heads and (tensor.shape[1] < 1 or x.shape[1] % tensor.shape[1] != 0):
+            raise value_error(op, name, f"have a number of groups that divides the {x.shape[1]} heads", tensor.shape[1])
+        shape = (x.shape[0], B.shape[1], state_dim) if has_heads else (x.shape[0], state_dim)
+        check_shape(op, name, tensor, shape, "[B, G, S]" if has_heads else "[B, S]")
+    for name, tensor in (("D", D), ("dt_bias", dt_bias)):
+        if tensor is not None:
+            _check_parameter(op, name, tensor, x)
+            check_shape(op, name, tensor, x.shape[1:], "[H, P]" if has_heads else "[P]")
+    if z is not None:
+        check_tensor(op, "z", z)
+        check_dtype(op, "z", z, (x.dtype,))
+        check_same_device(op, "z", z, x.device)
+        check_shape(op, "z", z, x.shape, f"{letters}]")
+    # The kernel writes rows of the state, so its last axis must be dense; any other layout goes through a copy.
+    dense = state if state.stride(-1) == 1 or state_dim <= 1 else state.contiguous()
+
+    def with_heads(tensor: Optional[Tensor], axis: int) -> Optional[Tensor]:
+        return tensor if tensor is None or has_heads else tensor.unsqueeze(axis)
+
+    with torch.no_grad():
+        y = ops.selective_state_update(
+            with_heads(dense, 1),
+            with_heads(x, 1),
+            with_heads(dt.to(wide), 1),
+            with_heads(A.to(wide), 0),
+            with_heads(B, 1),
+            with_heads(C, 1),
+            None if D is None else with_heads(D.to(wide), 0),
+            with_heads(z, 1),
+            None if dt_bias is None else with_heads(dt_bias.to(wide), 0),
+            bool(dt_softplus),
+        )
+        if dense is not state:
+            state.copy_(dense)
+    return y if has_heads else y.squeeze(1)
+
+
+def check_chunk_size(op: str, chunk_size: object) -> None:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise type_error(op, "chunk_size", "be an int", repr(chunk_size))
+    if chunk_size < 1:
+        raise value_error(op, "chunk_size", "be at least 1", chunk_size)
+
+
+def _check_tokens(
+    op: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Optional[Tensor]
+) -> None:
+    """Everything about the tensors that run along the tokens, and A."""
+    check_tensor(op, "x", x, 4)
+    check_dtype(op, "x", x, _DTYPES)
+    if x.device.type not in ("cpu", "meta"):
+        raise value_error(op, "x", "be on a CPU", x.device)
+    batch, length, heads, head_dim = x.shape
+    if heads < 1 or head_dim < 1:
+        raise value_error(op, "x", "have at least one head and a head_dim of at least 1", tuple(x.shape))
+    _check_parameter(op, "dt", dt, x)
+    check_shape(op, "dt", dt, (batch, length, heads), "[B, T, H]")
+    _check_parameter(op, "A", A, x)
+    check_shape(op, "A", A, (heads,), "[H]")
+    for name, tensor in (("B", B), ("C", C)):
+        check_tensor(op, name, tensor, 4)
+        _check_dtype_of_x(op, name, tensor, x)
+        if tensor.shape[:2] != x.shape[:2] or tensor.shape[3] < 1:
+            raise value_error(
+                op, name, f"have shape [B, T, G, S] with B, T = {(batch, length)}", tuple(tensor.shape)
+            )
+        if tensor.shape[2] < 1 or heads % tensor.shape[2] != 0:
+            raise value_error(op, name, f"have a number of groups that divides the {heads} heads", tensor.shape[2])
+    check_shape(op, "C", C, B.shape, "[B, T, G, S]")
+    if z is not None:
+        check_tensor(op, "z", z, 4)
+        _check_dtype_of_x(op, "z", z, x)
+        check_shape(op, "z", z, x.shape, "[B, T, H, P]")
+
+
+def _check_dtype_of_x(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    check_dtype(op, name, tensor, _DTYPES)
+    if tensor.dtype != x.dtype:
+        names = [str(dtype).replace("torch.", "") for dtype in (x.dtype, tensor.dtype)]
+        raise type_error(op, name, f"have x's dtype {names[0]}", names[1])
+    check_same_device(op, name, tensor, x.device)
+
+
+def _check_parameter(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
+    check_tensor(op, name, tensor)
+    check_dtype(op, name, tensor, _DTYPES)
+    check_same_device(op, name, tensor, x.device)
+
+
+def _checked_skip(op: str, D: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
+    """D as ``[H, P]``."""
+    if D is None:
+        return None
+    _check_parameter(op, "D", D, x)
+    heads, head_dim = x.shape[2:]
+    if D.dim() == 1:
+        check_shape(op, "D", D, (heads,), "[H]")
+        return D[:, None].expand(heads, head_dim)
+    check_shape(op, "D", D, (heads, head_dim), "[H] or [H, P]")
+    return D
+
+
+def _checked_limit(op: str, dt_limit: Tuple[float, float]) -> Tuple[float, float]:
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
+        raise type_error(op, "dt_limit", "be a pair of numbers", repr(dt_limit))
+    low, high = (float(value) for value in dt_limit)
+    if not low <= high:
+        raise value_error(op, "dt_limit", "be (smallest, largest)", dt_limit)
+    return low, high
