@@ -324,7 +324,8 @@ def plan(quick: bool, ops: list[str] | None) -> list[tuple[str, Callable[[Module
 
 
 def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Callable[[ModuleType], Case]]]:
-    import mamba2_cases  # which builds on this module
+    import kda_cases  # these build on this module
+    import mamba2_cases
 
     for distribution in distributions:
         for head_dim in (64, 128) if distribution == "documents" and not quick else (64,):
@@ -334,6 +335,9 @@ def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Cal
         for head_dim in (128, 64) if distribution == "documents" and not quick else (128,):
             for dtype in DTYPES:
                 yield "chunk_gated_delta_rule", _deferred(delta_rule, dtype, head_dim, distribution)
+    for distribution in distributions:
+        for dtype in DTYPES:
+            yield "chunk_kda", _deferred(kda_cases.scan, dtype, distribution)
     for distribution in distributions:
         for dtype in DTYPES:
             yield "mamba_chunk_scan_combined", _deferred(mamba2_cases.scan, dtype, distribution)
@@ -351,6 +355,9 @@ def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Cal
     for batch in (1, 32):
         for dtype in DTYPES:
             yield "fused_recurrent_gated_delta_rule", _deferred(delta_rule_step, dtype, batch)
+    for batch in (1, 32):
+        for dtype in DTYPES:
+            yield "fused_recurrent_kda", _deferred(kda_cases.step, dtype, batch)
     for batch in (1, 32):
         for dtype in DTYPES:
             yield "selective_state_update", _deferred(mamba2_cases.step, dtype, batch)

@@ -2,5 +2,6 @@
 PACKFREE_OP(causal_conv1d)
 PACKFREE_OP(flash_attn_varlen)
 PACKFREE_OP(gated_delta_rule)
+PACKFREE_OP(kda)
 PACKFREE_OP(mamba1_scan)
 PACKFREE_OP(mamba2_scan)

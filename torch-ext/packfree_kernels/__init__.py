@@ -6,6 +6,7 @@ from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_at
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .hooks import hooks_status, install_hooks, remove_hooks
 from .hooks import install_on_import as _install_hooks_on_import
+from .kda import chunk_kda, fused_recurrent_kda
 from .mamba1_scan import mamba_inner_fn, selective_scan_fn
 from .mamba2_scan import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, selective_state_update
 
@@ -13,11 +14,13 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "chunk_kda",
     "cpu_tier",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
     "hooks_status",
     "install_hooks",
     "mamba_chunk_scan_combined",

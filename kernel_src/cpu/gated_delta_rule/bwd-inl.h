@@ -23,7 +23,7 @@ inline void RecomputeChunks(const GatedDeltaRuleInputs& in, const GatedDeltaRule
       WeighPairs<Acc>(plan, c, chunk.exponents, false, chunk);
       Multiply<Into::kOverwrite>(c, plan.value_dim, plan.key_dim, chunk.rows + plan.ldk, plan.pair_k, 1, state,
                                  plan.ldv, rows, plan.ldv);
-      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, chunk, rows, plan.ldv);
+      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, chunk.from_start, chunk.system, rows, plan.ldv);
       if (keep) {
         const int64_t slot = (index - from) * plan.group + j;
         LoadTileTransposed<Acc>(plan.key_dim, plan.value_dim, state, plan.ldv,
@@ -106,19 +106,8 @@ inline void BackwardChunk(const GatedDeltaRuleBackward& args, const GatedDeltaRu
   Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
   for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
   MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-  SolveUnitLowerTransposed<Acc>(c, V, chunk.system, ldc, d_v, pair_v);
-  Acc* dbeta = static_cast<Acc*>(args.dbeta) + token;
-  for (int64_t i = 0; i < c; ++i) {
-    dbeta[i * in.value_heads] = RowDot<Acc>(V, d_v + i * pair_v, corrections + i * ldv);
-    ScaleRow<Acc>(V, -chunk.exponents[i], d_v + i * pair_v);
-    ScaleRow<Acc>(V, chunk.exponents[i], corrections + i * ldv);
-  }
-  StoreTile<Acc>(c, V, d_v, pair_v, static_cast<Elem*>(args.dv) + token * V, in.value_heads * V, Acc(-1));
-
-  // d_read = d_o (beta corrections)^T, d_mix = -dv (beta corrections)^T
-  LoadTileTransposed<Acc>(c, V, corrections, ldv, tiles.turned, ldc);
-  MultiplyToLower<Into::kOverwrite>(c, V, d_o, pair_v, tiles.turned, ldc, tiles.pairs, ldc);
-  MultiplyToLower<Into::kOverwrite>(c, V, d_v, pair_v, tiles.turned, ldc, tiles.pairs + c * ldc, ldc);
+  CorrectionGradients<Elem, Acc>(args, plan, c, token, chunk.system, chunk.exponents, d_o, d_v, pair_v, corrections,
+                                 tiles.turned, tiles.pairs);
   SplitPairGradients<Acc>(plan, c, tiles);
 
   // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i,

@@ -33,25 +33,6 @@ inline void WeighPairs(const GatedDeltaRulePlan& plan, int64_t c, const Acc* bet
   }
 }
 
-// rows_i = v_i - from_start_i rows_i, where rows holds k S: what the state misses of v. Then (I + system)^-1 rows: the
-// correction of each token at beta = 1, earlier tokens of the chunk included. Rows lie `stride` apart.
-template <class Elem, class Acc>
-inline void SolveCorrections(const GatedDeltaRuleInputs& in, const GatedDeltaRulePlan& plan, int64_t begin, int64_t c,
-                             int64_t hv, const ChunkTiles<Acc>& tiles, Acc* rows, int64_t stride) {
-  constexpr int L = kLanes<Acc>;
-  const Elem* v = static_cast<const Elem*>(in.v) + begin * in.v_token + hv * in.v_head;
-  for (int64_t i = 0; i < c; ++i) {
-    const Vec<Acc> factor = Set<Acc>(-tiles.from_start[i]);
-    for (int64_t x = 0; x < plan.value_dim; x += L) {
-      const int width = plan.value_dim - x < L ? static_cast<int>(plan.value_dim - x) : L;
-      const Vec<Acc> value = width == L ? Load<Acc>(v + i * in.v_token + x) : LoadN<Acc>(v + i * in.v_token + x, width);
-      Acc* at = rows + i * stride + x;
-      Store(at, MulAdd(factor, Load<Acc>(at), value));
-    }
-  }
-  SolveUnitLower<Acc>(c, plan.value_dim, tiles.system, plan.ldc, 1, rows, stride);
-}
-
 // S = decay_over_chunk S + sum over j of decay_to_end_j beta_j k_j corrections_j^T. `corrections` is scaled on the way.
 template <class Acc>
 inline void AdvanceState(const GatedDeltaRulePlan& plan, int64_t c, const Acc* beta_row, const ChunkTiles<Acc>& tiles,
@@ -64,27 +45,4 @@ inline void AdvanceState(const GatedDeltaRulePlan& plan, int64_t c, const Acc* b
   for (int64_t r = 0; r < plan.key_dim; ++r) ScaleRow<Acc>(plan.value_dim, over_chunk, state + r * plan.ldv);
   Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, tiles.rows + plan.ldk, 1, plan.pair_k, corrections, stride,
                        state, plan.ldv);
-}
-
-// Running states of a key head's group: from the initial states, or 0.
-template <class Acc>
-inline void LoadStates(const GatedDeltaRulePlan& plan, const void* source, int64_t first, Acc* states) {
-  for (int64_t j = 0; j < plan.group; ++j) {
-    Acc* state = states + j * plan.state;
-    if (source == nullptr) {
-      ClearTile<Acc>(plan.key_dim, plan.value_dim, state, plan.ldv);
-    } else {
-      LoadTile<Acc>(plan.key_dim, plan.value_dim,
-                    static_cast<const Acc*>(source) + (first + j) * plan.key_dim * plan.value_dim, plan.value_dim,
-                    state, plan.ldv);
-    }
-  }
-}
-template <class Acc>
-inline void StoreStates(const GatedDeltaRulePlan& plan, const Acc* states, int64_t first, void* target) {
-  if (target == nullptr) return;
-  for (int64_t j = 0; j < plan.group; ++j) {
-    StoreTile<Acc>(plan.key_dim, plan.value_dim, states + j * plan.state, plan.ldv,
-                   static_cast<Acc*>(target) + (first + j) * plan.key_dim * plan.value_dim, plan.value_dim);
-  }
 }

@@ -16,7 +16,7 @@ inline void ForwardChunk(const GatedDeltaRuleForward& args, const GatedDeltaRule
 
   Multiply<Into::kOverwrite>(2 * c, plan.value_dim, plan.key_dim, tiles.rows, plan.ldk, 1, state, plan.ldv,
                              tiles.value_rows, plan.ldv);
-  SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, tiles, corrections, stride);
+  SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, tiles.from_start, tiles.system, corrections, stride);
   for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(plan.value_dim, tiles.from_start[i], reads + i * stride);
   MultiplyLower<Into::kAdd>(c, plan.value_dim, tiles.read, plan.ldc, corrections, stride, reads, stride);
   Elem* o = static_cast<Elem*>(args.o) + (begin * in.value_heads + hv) * plan.value_dim;

@@ -1,18 +1,14 @@
 """Gated delta rule (Gated DeltaNet) on packed sequences."""
 
-import math
 from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .._checks import FLOAT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .._delta_rule import check_tokens, checked_scale, checked_states
 from .._ops import ops
-from ..packing import Boundaries, Packing, resolve_packing
+from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers fakes and gradients
-
-_MAX_HEAD_DIM = 256
-_DTYPES = FLOAT_DTYPES + (torch.float64,)
 
 
 def chunk_gated_delta_rule(
@@ -133,15 +129,15 @@ def _call(
     seq_idx: Optional[Tensor],
     position_ids: Optional[Tensor],
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    _check_tokens(op, q, k, v, g, beta)
+    check_tokens(op, q, k, v, g, beta, decay_per_channel=False)
     batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     packing = resolve_packing(op, batch, length, q.device, cu_seqlens, seq_idx, position_ids)
-    scale = _checked_scale(op, scale, key_dim)
+    scale = checked_scale(op, scale, key_dim)
     state_dtype = torch.promote_types(q.dtype, torch.float32)
     if initial_state is not None:
         shape = (value_heads, key_dim, value_dim)
-        initial_state = _checked_states(op, initial_state, packing, shape, q.device).to(state_dtype)
+        initial_state = checked_states(op, initial_state, packing, shape, q.device).to(state_dtype)
     o, final_state = kernel(
         q.reshape(packing.tokens, key_heads, key_dim),
         k.reshape(packing.tokens, key_heads, key_dim),
@@ -156,56 +152,3 @@ def _call(
     )
     o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1)
     return o, packing.gather_states(final_state) if output_final_state else None
-
-
-def _check_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Everything about the five token tensors."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(op, name, tensor, 4)
-        check_dtype(op, name, tensor, _DTYPES)
-        if tensor.dtype != q.dtype:
-            raise type_error(op, name, f"have q's dtype {_name(q.dtype)}", _name(tensor.dtype))
-        check_same_device(op, name, tensor, q.device)
-    for name, tensor in (("g", g), ("beta", beta)):
-        check_tensor(op, name, tensor, 3)
-        check_dtype(op, name, tensor, _DTYPES)
-        check_same_device(op, name, tensor, q.device)
-    if q.device.type not in ("cpu", "meta"):
-        raise value_error(op, "q", "be on a CPU", q.device)
-    batch, length, key_heads, key_dim = q.shape
-    if key_heads < 1 or not 1 <= key_dim <= _MAX_HEAD_DIM:
-        raise value_error(op, "q", f"have at least one head and a head_dim of 1 to {_MAX_HEAD_DIM}", tuple(q.shape))
-    check_shape(op, "k", k, q.shape, "[B, T, H, K]")
-    value_heads, value_dim = v.shape[2:]
-    if v.shape[:2] != q.shape[:2]:
-        raise value_error(op, "v", f"have shape [B, T, HV, V] with B, T = {(batch, length)}", tuple(v.shape))
-    if value_heads < 1 or value_heads % key_heads != 0:
-        raise value_error(op, "v", f"have a num_heads that is a multiple of q's {key_heads}", value_heads)
-    if not 1 <= value_dim <= _MAX_HEAD_DIM:
-        raise value_error(op, "v", f"have a head_dim of 1 to {_MAX_HEAD_DIM}", value_dim)
-    check_shape(op, "g", g, (batch, length, value_heads), "[B, T, HV]")
-    check_shape(op, "beta", beta, (batch, length, value_heads), "[B, T, HV]")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).replace("torch.", "")
-
-
-def _checked_scale(op: str, scale: Optional[float], key_dim: int) -> float:
-    if scale is None:
-        return key_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise type_error(op, "scale", "be a number or None", repr(scale))
-    if not math.isfinite(scale):
-        raise value_error(op, "scale", "be finite", scale)
-    return float(scale)
-
-
-def _checked_states(
-    op: str, initial_state: Tensor, packing: Packing, shape: Tuple[int, int, int], device: torch.device
-) -> Tensor:
-    check_tensor(op, "initial_state", initial_state, 4)
-    check_dtype(op, "initial_state", initial_state, _DTYPES)
-    check_same_device(op, "initial_state", initial_state, device)
-    check_shape(op, "initial_state", initial_state, (packing.num_states, *shape), "[N, HV, K, V]")
-    return packing.spread_states(initial_state)
