@@ -6,7 +6,7 @@ package has none yet, a call with boundaries is an error: the stock function wou
 """
 
 import importlib
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -67,34 +67,99 @@ def _pick(keywords: Dict[str, Any], *names: str) -> Dict[str, Any]:
     return {name: keywords[name] for name in names if keywords.get(name) is not None}
 
 
+def _keywords_only(name: str, after: str, args: Tuple[Any, ...]) -> None:
+    """Raises TypeError: beyond ``after`` upstream's and transformers' orders differ, so a position means nothing."""
+    if args:
+        raise type_error(name, f"arguments after {after}", "be keywords in a packed call", f"{len(args)} positional")
+
+
 def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
     def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **keywords: Any) -> Any:
         cuts = find_boundaries(name, stock, x.shape[0], x.shape[-1], x.device, keywords)
         if cuts is None:
             return stock(x, weight, bias, *args, **keywords)
-        if args:
-            raise type_error(name, "arguments after bias", "be keywords in a packed call", f"{len(args)} positional")
+        _keywords_only(name, "bias", args)
         given = _pick(keywords, "activation", "initial_states", "return_final_states")
         return ours(x, weight, bias, **given, **cuts)
 
     return causal_conv1d_fn
 
 
-def _gated_delta_rule(name: str, stock: Callable, ours: Callable) -> Callable:
-    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> Any:
-        cuts = find_boundaries(name, stock, q.shape[0], q.shape[1], q.device, keywords)
+_DELTA_RULE = ("g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+_KDA_GATE = ("use_gate_in_kernel", "A_log", "dt_bias", "safe_gate", "lower_bound")
+
+
+def _delta_rule(*known: str) -> Callable[..., Callable]:
+    """The gated delta rule and KDA; ``known`` are the keywords of ours."""
+
+    def build(name: str, stock: Callable, ours: Callable) -> Callable:
+        def delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> Any:
+            cuts = find_boundaries(name, stock, q.shape[0], q.shape[1], q.device, keywords)
+            if cuts is None:
+                return stock(q, k, v, *args, **keywords)
+            _keywords_only(name, "beta", args[2:])
+            decay_and_beta = dict(zip(("g", "beta"), args))
+            return ours(q, k, v, **decay_and_beta, **_pick(keywords, *known), **cuts)
+
+        return delta_rule
+
+    return build
+
+
+def _mamba2_scan(name: str, stock: Callable, ours: Callable) -> Callable:
+    def mamba_chunk_scan_combined(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
+    ) -> Any:
+        cuts = find_boundaries(name, stock, x.shape[0], x.shape[1], x.device, keywords)
         if cuts is None:
-            return stock(q, k, v, *args, **keywords)
-        if len(args) > 2:
-            raise type_error(name, "arguments after beta", "be keywords in a packed call", f"{len(args)} positional")
-        decay_and_beta = dict(zip(("g", "beta"), args))
-        given = _pick(keywords, "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-        return ours(q, k, v, **decay_and_beta, **given, **cuts)
+            return stock(x, dt, A, B, C, *args, **keywords)
+        _keywords_only(name, "chunk_size", args[1:])
+        chunk_size = dict(zip(("chunk_size",), args))
+        given = _pick(
+            keywords, "chunk_size", "D", "z", "dt_bias", "dt_softplus", "dt_limit", "initial_states",
+            "return_final_states",
+        )  # fmt: skip
+        return ours(x, dt, A, B, C, **chunk_size, **given, **cuts)
 
-    return chunk_gated_delta_rule
+    return mamba_chunk_scan_combined
 
 
-def _not_served(name: str, stock: Callable, ours: Optional[Callable] = None) -> Callable:
+def _mamba1_scan(name: str, stock: Callable, ours: Callable) -> Callable:
+    # transformers' use_mambapy and use_associative_scan choose between its own forms of the scan; ours is neither.
+    def selective_scan_fn(
+        u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
+    ) -> Any:
+        cuts = find_boundaries(name, stock, u.shape[0], u.shape[2], u.device, keywords)
+        if cuts is None:
+            return stock(u, delta, A, B, C, *args, **keywords)
+        _keywords_only(name, "C", args)
+        given = _pick(keywords, "D", "z", "delta_bias", "delta_softplus", "return_last_state")
+        return ours(u, delta, A, B, C, **given, **cuts)
+
+    return selective_scan_fn
+
+
+def _step_by_step(time_dim: int) -> Callable[..., Callable]:
+    """A whole mixer in one call, which returns None on a pack, as transformers' own stand-in always does.
+
+    The model then runs its convolution, scan and norm one after another, the first two being ours. Ours of these names
+    compute what mamba-ssm computes, and some models do not: FalconMamba normalises the low-rank step before its
+    projection and mamba-ssm after it; Mamba2, Bamba and GraniteMoeHybrid normalise all channels together and mamba-ssm
+    those of each group. A pack must not change which of the two a model is.
+    """
+
+    def build(name: str, stock: Callable, ours: Callable) -> Callable:
+        def fused(x: Tensor, *args: Any, **keywords: Any) -> Any:
+            if find_boundaries(name, stock, x.shape[0], x.shape[time_dim], x.device, keywords) is None:
+                return stock(x, *args, **keywords)
+            return None
+
+        return fused
+
+    return build
+
+
+def _not_served(name: str, stock: Callable) -> Callable:
     def refuse_if_packed(*args: Any, **keywords: Any) -> Any:
         here = context.current()
         explicit = any(keywords.get(key) is not None for key in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"))
@@ -110,28 +175,30 @@ def _not_served(name: str, stock: Callable, ours: Optional[Callable] = None) -> 
 
 
 # THE TABLE: the name under which transformers registers a function -> what builds its replacement.
-# To serve one more function, exchange its `_not_served` for an adapter that calls ours with the boundaries.
 REPLACEMENTS: Dict[str, Callable[..., Callable]] = {
     "causal_conv1d_fn": _causal_conv1d,
-    "chunk_gated_delta_rule": _gated_delta_rule,
-    "chunk_kda": _not_served,
-    "mamba_chunk_scan_combined": _not_served,
-    "mamba_split_conv1d_scan_combined": _not_served,
-    "selective_scan_fn": _not_served,
-    "mamba_inner_fn": _not_served,
+    "chunk_gated_delta_rule": _delta_rule(*_DELTA_RULE),
+    "chunk_kda": _delta_rule(*_DELTA_RULE, *_KDA_GATE),
+    "mamba_chunk_scan_combined": _mamba2_scan,
+    "mamba_split_conv1d_scan_combined": _step_by_step(time_dim=1),
+    "selective_scan_fn": _mamba1_scan,
+    "mamba_inner_fn": _step_by_step(time_dim=2),
 }
 
 
+def _ours(name: str) -> Optional[Callable]:
+    # Asked for when needed and not at import: the package is complete only when its own __init__ has run.
+    return getattr(importlib.import_module("..", __package__), name, None)
+
+
 def is_served(name: str) -> bool:
-    return REPLACEMENTS[name] is not _not_served
+    """Whether this package has the function; where it has not, packed calls are refused."""
+    return _ours(name) is not None
 
 
 def replacement(name: str, stock: Callable) -> Callable:
     """What a modeling file gets in place of ``stock``, the function that transformers registers as ``name``."""
-    ours = None
-    if is_served(name):
-        # Read here and not at import: the package is complete only when its own __init__ has run.
-        ours = getattr(importlib.import_module("..", __package__), name)
-    hooked = REPLACEMENTS[name](name, stock, ours)
+    ours = _ours(name)
+    hooked = _not_served(name, stock) if ours is None else REPLACEMENTS[name](name, stock, ours)
     hooked.packfree_stock = stock
     return hooked
