@@ -110,8 +110,8 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def plan(config: Dict[str, Any]) -> str:
-    """CMake text: the sources of the CPU variant and the flags of each."""
+def plan(config: Dict[str, Any], sanitize: str) -> str:
+    """CMake text: the sources of the CPU variant and the flags of each; instrumented code is optimised lightly."""
     lines: List[str] = []
     sources: List[str] = []
 
@@ -121,7 +121,10 @@ def plan(config: Dict[str, Any]) -> str:
                 continue
             path = (ROOT / name).as_posix()
             sources.append(path)
-            flags = " ".join(f'"{flag}"' for flag in section.get("cxx-flags", []))
+            wanted = section.get("cxx-flags", [])
+            if sanitize:
+                wanted = ["-O1" if flag.startswith("-O") else flag for flag in wanted]
+            flags = " ".join(f'"{flag}"' for flag in wanted)
             if flags:
                 lines.append(f'set_property(SOURCE "{path}" APPEND PROPERTY COMPILE_OPTIONS {flags})')
             folders = " ".join(f'"{(ROOT / folder).as_posix()}"' for folder in section.get("include", []))
@@ -140,7 +143,7 @@ def compile_shared_object(config: Dict[str, Any], variant: Variant, work: Path, 
     import torch
 
     major, minor = (int(part) for part in variant.abi.split("."))
-    write_if_changed(work / "plan.cmake", plan(config))
+    write_if_changed(work / "plan.cmake", plan(config, sanitize))
     write_if_changed(work / "generated" / "registration.h", REGISTRATION_H)
     environment = dict(os.environ, PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     configure = [
