@@ -1,5 +1,6 @@
 """Padding-free (packed) training for every layer kind: the functions, their layers, and the hooks into transformers."""
 
+from . import layers
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -23,6 +24,7 @@ __all__ = [
     "fused_recurrent_kda",
     "hooks_status",
     "install_hooks",
+    "layers",
     "mamba_chunk_scan_combined",
     "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",

@@ -28,20 +28,15 @@ def find_boundaries(
 ) -> Optional[Dict[str, Tensor]]:
     """The boundary keywords for our function ``name``, or None if the call is not packed.
 
-    Keywords of the call come first, then the context of the running forward. Several rows are cut by ``seq_idx``,
-    because ``cu_seqlens`` means one row in the public functions.
+    Keywords of the call come first, then the context of the running forward.
 
     Raises:
         ValueError: the running forward is packed, but not for a tensor of this shape.
     """
     if not supported(device):
         return None
-    cu_seqlens = keywords.get("cu_seqlens")
-    if cu_seqlens is None:
-        cu_seqlens = keywords.get("cu_seq_lens_q")
-    seq_idx = keywords.get("seq_idx")
     here = context.current()
-    if cu_seqlens is None and seq_idx is None:
+    if all(keywords.get(spelling) is None for spelling in ("cu_seqlens", "cu_seq_lens_q", "seq_idx")):
         key = (name, id(stock), batch, length)
         if here is None:
             lost.served_without_boundaries(name, key)
@@ -53,13 +48,26 @@ def find_boundaries(
             )
         lost.served_from_context(key)
         return {"cu_seqlens": here.cu_seqlens} if batch == 1 else {"seq_idx": here.seq_idx}
+    # The outermost forward has compared the two spellings; outside one, our function does.
+    return explicit_boundaries(batch, length, keywords, both=here is None)
+
+
+def explicit_boundaries(batch: int, length: int, keywords: Dict[str, Any], both: bool = True) -> Dict[str, Tensor]:
+    """What our functions take of the boundaries in ``keywords``: ``cu_seqlens`` or ``cu_seq_lens_q``, and ``seq_idx``.
+
+    Several rows are cut by ``seq_idx``, because ``cu_seqlens`` means one row in the public functions. ``both`` hands on
+    both spellings where both are given for one row.
+    """
+    cu_seqlens = keywords.get("cu_seqlens")
+    if cu_seqlens is None:
+        cu_seqlens = keywords.get("cu_seq_lens_q")
+    seq_idx = keywords.get("seq_idx")
     if batch == 1 and cu_seqlens is not None:
-        # The outermost forward has compared the two spellings; outside one, our function does.
-        both = here is None and seq_idx is not None
-        return {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx} if both else {"cu_seqlens": cu_seqlens}
-    if seq_idx is None:
+        spellings = {"cu_seqlens": cu_seqlens}
+        return {**spellings, "seq_idx": seq_idx} if both and seq_idx is not None else spellings
+    if seq_idx is None and cu_seqlens is not None:
         seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, batch * length).view(batch, length)
-    return {"seq_idx": seq_idx}
+    return {} if seq_idx is None else {"seq_idx": seq_idx}
 
 
 def _pick(keywords: Dict[str, Any], *names: str) -> Dict[str, Any]:
