@@ -6,24 +6,32 @@ see no pack. Everything runs in float32, so the tolerances of ``tiny_models`` ar
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import DataCollatorWithPadding
 
 from tests.tiny_models import (
-    SERVED,
+    EAGER_ONLY,
+    ENCODERS,
+    MODELS,
+    REFUSED,
     SETTINGS,
     alone,
     assert_gradients_equal,
     assert_logits_equal,
     build,
+    check_packed_equals_alone,
     first_position,
     load,
     pack,
     run,
     samples,
 )
+
+GENERATING = [name for name in MODELS if name not in ENCODERS]
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +58,18 @@ def reference():
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(name, marks=[pytest.mark.kernels_ci] if name == "qwen3_5_text" else []) for name in SERVED],
+    [pytest.param(name, marks=[pytest.mark.kernels_ci] if name == "qwen3_5_text" else []) for name in MODELS],
 )
 def test_packed_equals_alone(model_type, reference):
     """Training with and without checkpointing of either kind, and evaluation, for each setting of the collator."""
+    check_packed_equals_alone(model_type, reference(model_type))
+
+
+@pytest.mark.parametrize("model_type", EAGER_ONLY)
+def test_packed_equals_alone_under_eager_attention(model_type, reference):
+    """Models that our attention cannot express still get their other layers' boundaries under transformers' own."""
     logits, gradients = reference(model_type)
-    model = load(model_type).train()
+    model = build(model_type, "eager").train()
     for use_reentrant in (None, False, True):
         if use_reentrant is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -63,15 +77,22 @@ def test_packed_equals_alone(model_type, reference):
             packed_logits, packed_gradients = run(model, [pack(model_type, setting)])
             assert_logits_equal(packed_logits, logits)
             assert_gradients_equal(packed_gradients, gradients)
-    model.eval()
-    for setting in SETTINGS:
-        with torch.no_grad():
-            assert_logits_equal(model(**pack(model_type, setting)).logits[0], logits)
+
+
+def test_every_model_with_a_replaced_function_is_in_the_matrix():
+    """A modeling file of transformers that uses a function of the table is served or refused by a test here."""
+    known = {*MODELS, *REFUSED, *EAGER_ONLY}
+    models = Path(transformers.__file__).parent / "models"
+    for file in sorted(models.glob("*/modeling_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "use_kernel_func_from_hub_with_fallback(" in text and "use_kernelized_func" in text:
+            name = file.parent.name
+            assert {name, f"{name}_text"} & known, name
 
 
 def test_one_sample_does_not_reach_another():
     """Redrawing one sample leaves every other sample's logits bit-identical."""
-    for model_type in ("llama", "qwen3_5_text", "lfm2"):
+    for model_type in ("llama", "qwen3_5_text", "lfm2", "zamba2", "jamba", "kimi_linear"):
         model = load(model_type).eval()
         batch = pack(model_type)
         with torch.no_grad():
@@ -85,9 +106,10 @@ def test_one_sample_does_not_reach_another():
         assert not torch.equal(before[5:14], after[5:14]), model_type
 
 
-def test_checkpointing_gives_the_same_gradients_c39():
+@pytest.mark.parametrize("model_type", ["bamba", "qwen3_5_text"])
+def test_checkpointing_gives_the_same_gradients_c39(model_type):
     """C39: boundary keywords reach the checkpointed layer; gradients equal those without checkpointing."""
-    model = load("qwen3_5_text").train()
+    model = load(model_type).train()
     batch = pack(setting="seq_idx", lengths=[5, 9])
     _, expected = run(model, [batch])
     for use_reentrant in (False, True):
@@ -135,7 +157,7 @@ def test_positions_are_counted_where_they_are_missing(reference):
         assert_logits_equal(got, reference(model_type)[0])
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen3_5_text", "lfm2", "bamba", "mamba", "kimi_linear"])
 def test_packed_rows(model_type):
     """Several rows, each packed: every row holds its own samples."""
     first, second = [5, 9], [3, 1, 10]
@@ -165,7 +187,9 @@ def test_multimodal_position_rows(reference):
         assert_logits_equal(load("qwen3_5_text").eval()(**batch).logits[0], reference("qwen3_5_text")[0])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2", "xlm-roberta"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3_5_text", "lfm2", "bamba", "mamba", "kimi_linear", "xlm-roberta"]
+)
 def test_batches_without_a_pack_stay_as_they_are(model_type):
     """One row with counting positions, a plain batch, and right- and left-padded batches equal stock transformers."""
     model, stock = load(model_type).eval(), build(model_type, "eager").eval()
@@ -189,7 +213,7 @@ def test_batches_without_a_pack_stay_as_they_are(model_type):
             assert_logits_equal(model(**batch).logits[real], stock(**batch).logits[real])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("model_type", GENERATING)
 def test_generation_equals_stock(model_type):
     """Greedy generation from one prompt and from a left-padded batch."""
     model, stock = load(model_type).eval(), build(model_type, "eager").eval()
@@ -206,7 +230,7 @@ def test_generation_equals_stock(model_type):
             assert_logits_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2", "mamba2", "bamba"])
 def test_left_padding_in_a_batch_of_one_c47(model_type):
     """C47: a left-padded prompt alone in its batch goes on as the unpadded prompt does."""
     model = load(model_type).eval()

@@ -1,7 +1,9 @@
 """Putting the hooks in place, taking them out, and what they refuse."""
 
+import fnmatch
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +17,24 @@ import transformers.modeling_flash_attention_utils as flash_utils
 import transformers.modeling_utils as modeling_utils
 from transformers import AutoModelForCausalLM
 from transformers.integrations.hub_kernels import allow_all_hub_kernels
+from transformers.models.falcon_mamba import modeling_falcon_mamba
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.llama import modeling_llama
+from transformers.models.mamba2 import modeling_mamba2
 
-from tests.tiny_models import MODELS, NAME, alone, assert_logits_equal, build, config, load, pack, redraw
+from tests.tiny_models import (
+    EAGER_ONLY,
+    MODELS,
+    NAME,
+    REFUSED,
+    SETTINGS,
+    alone,
+    assert_logits_equal,
+    build,
+    config,
+    load,
+    pack,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +61,7 @@ def snapshot():
 
 
 def test_removing_restores_every_object(kernel):
+    load("llama")
     model = load("lfm2").eval()
     model.gradient_checkpointing_enable()
     hooked = snapshot()
@@ -201,6 +218,35 @@ def test_switched_off_by_the_environment():
     assert "can't keep packed sequences apart" in output and "PACKFREE_HOOKS=0" in output
 
 
+# ---- fused mixers ----
+
+
+@pytest.mark.parametrize(
+    "module, attribute, model_type",
+    [
+        (modeling_mamba2, "mamba2_split_conv1d_scan_combined", "mamba2"),
+        (modeling_falcon_mamba, "mamba_inner_fn", "falcon_mamba"),
+    ],
+)
+def test_fused_mixer_falls_through_on_a_pack(module, attribute, model_type, monkeypatch):
+    """mamba-ssm's fused mixer, where it is installed, computes another norm; a call without a pack still gets it."""
+    calls = []
+
+    def fused(*args, **kwargs):
+        calls.append(1)
+        return None
+
+    model = load(model_type).train()
+    hooked = getattr(module, attribute)
+    monkeypatch.setattr(hooked.packfree_stock, "forward", fused)
+    model(**alone()[2])
+    assert len(calls) == model.config.num_hidden_layers
+    calls.clear()
+    for setting in SETTINGS:
+        model(**pack(model_type, setting))
+    assert not calls
+
+
 # ---- refusals ----
 
 
@@ -218,44 +264,58 @@ def test_positional_activation_c55(kernel):
 
 @pytest.mark.parametrize(
     "model_type, function",
-    [
-        ("bamba", "mamba_(split_conv1d|chunk)_scan_combined"),
-        ("kimi_linear", "chunk_kda"),
-        ("mamba", "(mamba_inner_fn|selective_scan_fn)"),
-    ],
+    [("bamba", "mamba_chunk_scan_combined"), ("kimi_linear", "chunk_kda"), ("mamba", "selective_scan_fn")],
 )
-def test_function_that_is_not_served_refuses_a_pack(model_type, function, kernel):
-    """Silence would be a leak; the error names function and model. The same model runs unpacked as ever."""
-    model = load(model_type).eval()
-    stock = build(model_type, "eager").eval()
+def test_function_that_is_not_served_refuses_a_pack(model_type, function, kernel, monkeypatch):
+    """A build without the function, as one for another platform may be: an error that names function and model."""
+    kernel.remove_hooks()
+    monkeypatch.delattr(kernel, function)
+    try:
+        kernel.install_hooks()
+        model = load(model_type).eval()
+        stock = build(model_type, "eager").eval()
+        with torch.no_grad():
+            assert_logits_equal(model(**alone()[2]).logits, stock(**alone()[2]).logits)
+        for training in (True, False):
+            model.train(training)
+            for setting in SETTINGS:
+                with pytest.raises(NotImplementedError, match=f"{function}: {type(model).__name__}"):
+                    model(**pack(model_type, setting), use_cache=False)
+        assert any(model_type in module for module in kernel.hooks_status().not_served[function])
+    finally:
+        monkeypatch.undo()
+        kernel.remove_hooks()
+        kernel.install_hooks()
     with torch.no_grad():
-        assert_logits_equal(model(**alone()[2]).logits, stock(**alone()[2]).logits)
-    for training in (True, False):
-        model.train(training)
-        for setting in ("cu_seq_lens", "seq_idx"):
-            with pytest.raises(NotImplementedError, match=f"{function}: {type(model).__name__}"):
-                model(**pack(model_type, setting), use_cache=False)
-    names = kernel.hooks_status().not_served
-    assert any(model_type in module for modules in names.values() for module in modules)
+        load(model_type).eval()(**pack(model_type))
 
 
-LEAKING = {
-    "recurrent_gemma": dict(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8, intermediate_size=48, lru_width=32
-    ),
-    "minimax": dict(num_local_experts=4, block_size=4, layer_types=["linear_attention", "full_attention"]),
-}
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_model_that_leaks_elsewhere_is_refused(model_type, kernel):
+    """At loading by the string, and at the first pack where it was loaded under transformers' own attention."""
+    reason = re.escape(reason_of(model_type, kernel))
+    with pytest.raises(ValueError, match=f"model type '{model_type.removesuffix('_text')}.*{reason}.*eager.*padded"):
+        load(model_type)
+    model = build(model_type, "eager")
+    with torch.no_grad():
+        assert model(**alone()[2]).logits.isfinite().all()
+    message = f"{type(model).__name__} .model type '{model_type}'.*{reason}.*DataCollatorWithPadding"
+    for setting in SETTINGS:
+        with pytest.raises(ValueError, match=message):
+            model(**pack(setting=setting))
 
 
-@pytest.mark.parametrize("model_type", LEAKING)
-def test_model_that_leaks_elsewhere_is_refused(model_type):
-    shape = {**MODELS["llama"], **LEAKING[model_type]}
-    model_config = transformers.CONFIG_MAPPING[model_type](**shape)
-    with allow_all_hub_kernels(), pytest.raises(ValueError, match=model_type):
-        AutoModelForCausalLM.from_config(model_config, attn_implementation=NAME)
-    model = redraw(AutoModelForCausalLM.from_config(model_config, attn_implementation="eager"))
-    with pytest.raises(ValueError, match=f"{type(model).__name__}.*DataCollatorWithPadding"):
-        model(**pack())
+@pytest.mark.parametrize("model_type", EAGER_ONLY)
+def test_attention_with_a_learned_bias_is_refused(model_type, kernel):
+    reason = re.escape(reason_of(model_type, kernel))
+    with pytest.raises(ValueError, match=f"model type '{model_type}'.*{reason}.*eager"):
+        load(model_type)
+
+
+def reason_of(model_type, kernel):
+    """What hooks_status() says against a model type, whose entry may end in a star."""
+    refused = kernel.hooks_status().refused_models
+    return next(why for name, why in refused.items() if fnmatch.fnmatchcase(model_type, name))
 
 
 def test_attention_that_a_flash_kernel_cannot_express_is_refused():

@@ -9,7 +9,13 @@ from typing import Any, Dict, List, Optional
 
 import torch
 import transformers.modeling_utils  # noqa: F401  the hooks wait for this module
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DataCollatorWithFlattening, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    DataCollatorWithFlattening,
+    PreTrainedConfig,
+)
 from transformers.integrations.hub_kernels import allow_all_hub_kernels
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -49,8 +55,12 @@ _DECODER: Dict[str, Any] = dict(
 _ENCODER = {name: value for name, value in _DECODER.items() if name != "num_key_value_heads"}
 _DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_STATE_SPACE = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16)
+_MAMBA = dict(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, pad_token_id=0)
 _LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
 _HYBRID_LAYERS = ["linear_attention", "full_attention"]
+# Two places that use one attention block.
+_SHARED_BLOCK = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2)
 _CONVOLUTION_LAYERS = ["conv", "full_attention"]
 
 MODELS: Dict[str, Dict[str, Any]] = {
@@ -98,9 +108,46 @@ MODELS: Dict[str, Dict[str, Any]] = {
     "olmo_hybrid": dict(_DECODER, **{**_DELTA, "linear_num_key_heads": 4}, layer_types=_HYBRID_LAYERS),
     "lfm2": dict(_DECODER, layer_types=_CONVOLUTION_LAYERS),
     "lfm2_moe": dict(_DECODER, **_EXPERTS, num_dense_layers=1, layer_types=_CONVOLUTION_LAYERS),
-    # Types whose functions are not served yet: they must refuse a pack.
-    "bamba": dict(
-        _DECODER, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16
+    "bamba": dict(_DECODER, **_STATE_SPACE, attn_layer_indices=[1]),
+    "falcon_h1": dict(_DECODER, **_STATE_SPACE, mamba_d_ssm=64),
+    "granitemoehybrid": dict(
+        _DECODER,
+        **_STATE_SPACE,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+        layer_types=_HYBRID_LAYERS,
+    ),
+    "nemotron_h": dict(
+        {name: value for name, value in _DECODER.items() if name != "num_hidden_layers"},
+        head_dim=8,
+        ssm_state_size=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+        layers_block_type=["linear_attention", "full_attention", "moe"],
+    ),
+    "zamba2": dict(
+        {**_DECODER, "num_key_value_heads": 4, **_SHARED_BLOCK},
+        mamba_d_state=8,
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        chunk_size=16,
+    ),
+    "mamba2": dict(_MAMBA, num_heads=8, head_dim=8, n_groups=2, chunk_size=16),
+    "mamba": dict(_MAMBA),
+    "falcon_mamba": dict(_MAMBA),
+    "jamba": dict(
+        _DECODER, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_state=8
+    ),
+    "zamba": dict(
+        {**_DECODER, "num_key_value_heads": 4, **_SHARED_BLOCK},
+        mamba_d_state=8,
+        n_mamba_heads=2,
     ),
     "kimi_linear": dict(
         {**_DECODER, "num_key_value_heads": 4},
@@ -113,17 +160,105 @@ MODELS: Dict[str, Dict[str, Any]] = {
         linear_num_heads=4,
         layer_types=_HYBRID_LAYERS,
     ),
-    "mamba": dict(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, pad_token_id=0),
+    "bailing_hybrid": dict(
+        {**_DECODER, "num_key_value_heads": 4},
+        **_LATENT,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        layer_types=_HYBRID_LAYERS,
+    ),
 }
 
+_DECODER_OF_EXPERTS = {name: value for name, value in _DECODER.items() if name != "intermediate_size"}
+_INKLING = dict(
+    head_dim=8,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=2,
+    swa_head_dim=8,
+    sliding_window_size=6,
+    d_rel=4,
+    rel_extent=16,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    layer_types=["hybrid_sliding", "hybrid"],
+    mlp_layer_types=["dense", "sparse"],
+)
+# Attention that scores every token with the tokens of the whole row.
+_INDEXED_LAYERS = ["linear_attention", "indexed_attention"]
+
+# Types whose packs cannot be kept apart by the functions that are replaced.
+REFUSED: Dict[str, Dict[str, Any]] = {
+    "recurrent_gemma": dict(_DECODER, num_hidden_layers=3, head_dim=8, lru_width=32),
+    "minimax": dict(_DECODER, num_local_experts=4, block_size=4, layer_types=_HYBRID_LAYERS),
+    "rwkv": dict(
+        vocab_size=VOCABULARY, hidden_size=32, attention_hidden_size=32, intermediate_size=48, num_hidden_layers=2
+    ),
+    "xlstm": dict(vocab_size=VOCABULARY, hidden_size=64, num_blocks=2, num_heads=2, qk_dim_factor=1.0, chunk_size=16),
+    "zaya": dict(_DECODER, head_dim=8, num_experts=4, moe_intermediate_size=16),
+    "glm5_next": dict(
+        text_config=dict(
+            {**_DECODER, "num_key_value_heads": 4},
+            model_type="glm5_next_text",
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=0,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            linear_head_dim=8,
+            linear_num_heads=4,
+            index_topk=32,
+            index_kpool=1,
+            index_head_dim=8,
+            index_n_heads=2,
+            layer_types=_INDEXED_LAYERS,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+        vision_config=dict(
+            depth=1,
+            hidden_size=32,
+            num_heads=2,
+            intermediate_size=32,
+            out_hidden_size=32,
+            projection_intermediate_size=32,
+        ),
+    ),
+    "qwen4_exp_text": dict(
+        _DECODER_OF_EXPERTS,
+        **_DELTA,
+        **_EXPERTS,
+        shared_expert_intermediate_size=16,
+        head_dim=8,
+        layer_types=_INDEXED_LAYERS,
+        hc_count=2,
+        hc_lowrank=8,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=64,
+        indexer_compress_ratio=4,
+    ),
+}
+
+# Types whose packs are kept apart, but only under transformers' own attention: ours has no learned position bias.
+EAGER_ONLY: Dict[str, Dict[str, Any]] = {"inkling_text": dict(_DECODER, **_INKLING)}
+
 ENCODERS = ("xlm-roberta", "modernbert")
-NOT_SERVED = ("bamba", "kimi_linear", "mamba")
-SERVED = [name for name in MODELS if name not in NOT_SERVED]
 
 
 def config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """The tiny configuration of ``model_type`` with ``changes``."""
-    return CONFIG_MAPPING[model_type](**{**MODELS[model_type], **changes})
+    known = {**MODELS, **REFUSED, **EAGER_ONLY}
+    return CONFIG_MAPPING[model_type](**{**known[model_type], **changes})
 
 
 def redraw(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
@@ -146,6 +281,8 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 def build(model_type: str, attention: Optional[str] = None, **changes: Any) -> torch.nn.Module:
     """A float32 model with redrawn parameters; the same numbers for the same arguments, whatever ``attention`` is."""
     auto = AutoModelForMaskedLM if model_type in ENCODERS else AutoModelForCausalLM
+    if model_type == "glm5_next":
+        auto = AutoModelForImageTextToText  # has no class for text alone
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = auto.from_config(config(model_type, **changes), attn_implementation=attention)
@@ -204,3 +341,27 @@ def run(model, batches):
 
 def alone(lengths=LENGTHS):
     return [dict(input_ids=torch.tensor([sample["input_ids"]])) for sample in samples(lengths)]
+
+
+def check_packed_equals_alone(model_type, reference):
+    """One row of the matrix of models: raises AssertionError where a packed run differs from ``reference``.
+
+    Training without checkpointing, with non-reentrant and with reentrant checkpointing, then evaluation; each of them
+    with every setting of the collator. ``reference`` is what :func:`run` returns for stock transformers on the samples
+    alone.
+    """
+    logits, gradients = reference
+    model = load(model_type).train()
+    for use_reentrant in (None, False, True):
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            assert model.is_gradient_checkpointing
+        for setting in SETTINGS:
+            packed_logits, packed_gradients = run(model, [pack(model_type, setting)])
+            assert_logits_equal(packed_logits, logits)
+            assert_gradients_equal(packed_gradients, gradients)
+    model.eval()
+    for setting in SETTINGS:
+        with torch.no_grad():
+            assert_logits_equal(model(**pack(model_type, setting)).logits[0], logits)
+    return model
