@@ -12,8 +12,9 @@ from transformers.models.kimi_linear import modeling_kimi_linear as stock
 
 
 def scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
-    """Kimi delta attention, 4 heads of 128, normalised inside; q, k, v, g ``[1, T, 4, 128]``. Lengths are an eighth of the
-    others', because the stock function takes seconds.
+    """Kimi delta attention, 4 heads of 128, normalised inside; q, k, v, g ``[1, T, 4, 128]``.
+
+    Lengths are an eighth of the others', because the stock function takes seconds.
     """
     heads, head_dim, lengths = 4, 128, tuple(max(4, length // 8) for length in LENGTHS[distribution])
     tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
