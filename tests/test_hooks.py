@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import DataCollatorWithPadding
 
 from tests.tiny_models import (
     EAGER_ONLY,
@@ -23,6 +22,7 @@ from tests.tiny_models import (
     assert_gradients_equal,
     assert_logits_equal,
     build,
+    check_generation,
     check_packed_equals_alone,
     first_position,
     load,
@@ -68,15 +68,7 @@ def test_packed_equals_alone(model_type, reference):
 @pytest.mark.parametrize("model_type", EAGER_ONLY)
 def test_packed_equals_alone_under_eager_attention(model_type, reference):
     """Models that our attention cannot express still get their other layers' boundaries under transformers' own."""
-    logits, gradients = reference(model_type)
-    model = build(model_type, "eager").train()
-    for use_reentrant in (None, False, True):
-        if use_reentrant is not None:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        for setting in SETTINGS:
-            packed_logits, packed_gradients = run(model, [pack(model_type, setting)])
-            assert_logits_equal(packed_logits, logits)
-            assert_gradients_equal(packed_gradients, gradients)
+    check_packed_equals_alone(model_type, reference(model_type), "eager")
 
 
 def test_every_model_with_a_replaced_function_is_in_the_matrix():
@@ -216,18 +208,7 @@ def test_batches_without_a_pack_stay_as_they_are(model_type):
 @pytest.mark.parametrize("model_type", GENERATING)
 def test_generation_equals_stock(model_type):
     """Greedy generation from one prompt and from a left-padded batch."""
-    model, stock = load(model_type).eval(), build(model_type, "eager").eval()
-    collator = DataCollatorWithPadding(_PadLeft(), return_tensors="pt")
-    prompts = [
-        dict(input_ids=torch.tensor([samples([6])[0]["input_ids"]])),
-        dict(collator(samples([3, 6]))),
-    ]
-    for prompt in prompts:
-        arguments = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True)
-        got, expected = model.generate(**prompt, **arguments), stock.generate(**prompt, **arguments)
-        assert torch.equal(got.sequences, expected.sequences)
-        for ours, theirs in zip(got.logits, expected.logits):
-            assert_logits_equal(ours, theirs)
+    check_generation(model_type)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2", "mamba2", "bamba"])
@@ -242,18 +223,6 @@ def test_left_padding_in_a_batch_of_one_c47(model_type):
     assert torch.equal(got.sequences[:, 3:], expected.sequences)
     for ours, theirs in zip(got.logits, expected.logits):
         assert_logits_equal(ours, theirs)
-
-
-class _PadLeft:
-    """The little of a tokenizer that the padding collator needs."""
-
-    def pad(self, features, **_):
-        rows = [feature["input_ids"] for feature in features]
-        longest = max(map(len, rows))
-        return {
-            "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
-            "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
-        }
 
 
 def test_evaluation_with_a_cache_in_the_configuration(reference):

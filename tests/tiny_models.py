@@ -343,15 +343,16 @@ def alone(lengths=LENGTHS):
     return [dict(input_ids=torch.tensor([sample["input_ids"]])) for sample in samples(lengths)]
 
 
-def check_packed_equals_alone(model_type, reference):
+def check_packed_equals_alone(model_type, reference, attention=NAME):
     """One row of the matrix of models: raises AssertionError where a packed run differs from ``reference``.
 
     Training without checkpointing, with non-reentrant and with reentrant checkpointing, then evaluation; each of them
     with every setting of the collator. ``reference`` is what :func:`run` returns for stock transformers on the samples
-    alone.
+    alone. Returns the model.
     """
     logits, gradients = reference
-    model = load(model_type).train()
+    with allow_all_hub_kernels():
+        model = build(model_type, attention).train()
     for use_reentrant in (None, False, True):
         if use_reentrant is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -365,3 +366,24 @@ def check_packed_equals_alone(model_type, reference):
         with torch.no_grad():
             assert_logits_equal(model(**pack(model_type, setting)).logits[0], logits)
     return model
+
+
+def left_padded(lengths):
+    """A batch of prompts that end together, as generation wants them."""
+    rows = [sample["input_ids"] for sample in samples(lengths)]
+    longest = max(lengths)
+    return dict(
+        input_ids=torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
+        attention_mask=torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+    )
+
+
+def check_generation(model_type):
+    """Greedy generation through the one string equals stock eager: one prompt, and a left-padded batch."""
+    model, stock = load(model_type).eval(), build(model_type, "eager").eval()
+    for prompt in (dict(input_ids=torch.tensor([samples([6])[0]["input_ids"]])), left_padded([3, 6])):
+        arguments = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        got, expected = model.generate(**prompt, **arguments), stock.generate(**prompt, **arguments)
+        assert torch.equal(got.sequences, expected.sequences), "tokens differ"
+        for ours, theirs in zip(got.logits, expected.logits):
+            assert_logits_equal(ours, theirs)

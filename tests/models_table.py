@@ -1,0 +1,97 @@
+"""Runs the matrix of models and prints README's table of them: python -m tests.models_table
+
+Every row is run here, now, on tiny models in float32, as ``test_hooks.py`` runs it. *Packed* is "equal" when logits and
+the gradient of every parameter equal stock transformers' on the samples alone: in training without checkpointing, with
+non-reentrant and with reentrant checkpointing, and (logits) in evaluation, each for a pack told by position_ids, by
+cu_seq_lens as well, and by seq_idx as well. *generate()* is "equal" when greedy tokens and their logits equal stock
+eager's, for one prompt and for a left-padded batch. A difference is printed and makes the exit status 1.
+"""
+
+import sys
+
+import torch
+
+from tests.conftest import load_kernel  # sets the environment before transformers is imported
+from tests.tiny_models import (
+    EAGER_ONLY,
+    ENCODERS,
+    MODELS,
+    REFUSED,
+    alone,
+    build,
+    check_generation,
+    check_packed_equals_alone,
+    load,
+    run,
+)
+
+HEADER = """\
+| model type | layers | packed | generate() |
+| --- | --- | --- | --- |"""
+
+# The function that mixes tokens -> what the layer is called.
+KINDS = {
+    "chunk_gated_delta_rule": "gated delta rule",
+    "chunk_kda": "KDA",
+    "mamba_chunk_scan_combined": "Mamba-2",
+    "selective_scan_fn": "Mamba-1",
+}
+
+
+def layer_kinds(model, kernel):
+    """What mixes the tokens of ``model``, read from the model and from the functions that its file uses."""
+    kinds = []
+    modules = {type(part).__module__ for part in model.modules()}
+    used = {name for name, files in kernel.hooks_status().functions.items() if modules & set(files)}
+    kinds += [kind for name, kind in KINDS.items() if name in used]
+    if not kinds and "causal_conv1d_fn" in used:
+        kinds.append("short convolution")
+    names = {type(part).__name__ for part in model.modules()}
+    if any("Attention" in name for name in names):
+        latent = getattr(model.config, "kv_lora_rank", None)
+        window = getattr(model.config, "sliding_window", None) or getattr(model.config, "local_attention", None)
+        kinds.append("latent attention" if latent else "attention with a window" if window else "attention")
+    return ", ".join(kinds)
+
+
+def outcome(check, *arguments):
+    """ "equal", or what differs; with the check's result."""
+    try:
+        return "equal", check(*arguments)
+    except AssertionError as error:
+        return f"**{error}**", None
+
+
+def cells(model_type, kernel):
+    """A row of the table without the model's name."""
+    if model_type not in MODELS:
+        try:
+            load(model_type)
+        except ValueError as error:
+            reason = str(error).partition(": ")[2].partition(". Load it")[0]
+            if model_type not in EAGER_ONLY:
+                return [f"refused: {reason}", "–", "–"]
+            packed, _ = outcome(check_packed_equals_alone, model_type, reference(model_type), "eager")
+            return [f"refused: {reason}", f'{packed}, with attn_implementation="eager"', "–"]
+        return ["**loads, and should be refused**", "–", "–"]
+    packed, model = outcome(check_packed_equals_alone, model_type, reference(model_type))
+    generated = "–" if model_type in ENCODERS else outcome(check_generation, model_type)[0]
+    return [layer_kinds(model or load(model_type), kernel), packed, generated]
+
+
+def reference(model_type):
+    return run(build(model_type, "eager").train(), alone())
+
+
+def main():
+    torch.set_num_threads(1)
+    kernel = load_kernel()
+    rows = []
+    for model_type in sorted(MODELS) + sorted({**REFUSED, **EAGER_ONLY}):
+        rows.append(f"| {model_type} | {' | '.join(cells(model_type, kernel))} |")
+    print(HEADER, *rows, sep="\n")
+    sys.exit(any("**" in row for row in rows))
+
+
+if __name__ == "__main__":
+    main()
