@@ -9,7 +9,18 @@ import transformers
 from transformers import DataCollatorWithFlattening
 from transformers.integrations.hub_kernels import allow_all_hub_kernels
 
-from tests.tiny_models import NAME, SETTINGS, VOCABULARY, alone, assert_logits_equal, config, pack, redraw
+from tests.tiny_models import (
+    NAME,
+    SETTINGS,
+    VOCABULARY,
+    alone,
+    assert_gradients_equal,
+    assert_logits_equal,
+    config,
+    pack,
+    redraw,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -131,3 +142,66 @@ def test_tower_that_cannot_use_our_attention_keeps_its_own(kernel):
         expected = torch.cat([stock(**sample).logits[0] for sample in alone()])
         for setting in SETTINGS:
             assert_logits_equal(model(**pack(setting=setting)).logits[0], expected)
+
+
+_QWEN_TOWER = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=32, patch_size=PATCH)
+# A model around a language model -> its text model's type and the rest of its configuration.
+WRAPPERS = {
+    "qwen3_5": ("qwen3_5_text", dict(vision_config=_QWEN_TOWER)),
+    "qwen3_5_moe": ("qwen3_5_moe_text", dict(vision_config=_QWEN_TOWER)),
+    "lfm2_vl": (
+        "lfm2",
+        dict(
+            vision_config=dict(
+                model_type="siglip2_vision_model",
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+            )
+        ),
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h",
+        dict(
+            vision_config=dict(
+                model_type="radio",
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                video_temporal_patch_size=2,
+            ),
+            vision_hidden_size=32,
+            projector_hidden_size=32,
+        ),
+    ),
+}
+
+
+def wrapper(model_type, attention):
+    text, rest = WRAPPERS[model_type]
+    whole = transformers.CONFIG_MAPPING[model_type](
+        text_config=config(text).to_dict(), image_token_id=IMAGE, **copy.deepcopy(rest)
+    )
+    with torch.random.fork_rng(), allow_all_hub_kernels():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForImageTextToText.from_config(whole, attn_implementation=attention)
+    return redraw(model).train()
+
+
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_text_training_through_the_wrapper(model_type):
+    """Packed text through the whole model, with and without checkpointing; rotary rows of positions for Qwen."""
+    logits, gradients = run(wrapper(model_type, "eager"), alone())
+    model = wrapper(model_type, NAME)
+    batches = [pack(setting=setting) for setting in SETTINGS]
+    if model_type.startswith("qwen"):
+        batches += [{**pack(), "position_ids": pack()["position_ids"].expand(rows, -1, -1)} for rows in (3, 4)]
+    for use_reentrant in (None, False, True):
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        for batch in batches:
+            packed_logits, packed_gradients = run(model, [dict(batch)])
+            assert_logits_equal(packed_logits, logits)
+            assert_gradients_equal(packed_gradients, gradients)

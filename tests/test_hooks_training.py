@@ -90,7 +90,7 @@ def test_loss_and_gradients_equal_the_padded_batch_c41(model_type, tmp_path):
     assert_gradients_equal(gradients[0], {name: parameter.grad for name, parameter in stock.named_parameters()})
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2", "bamba", "falcon_mamba"])
 def test_trainer_with_checkpointing(model_type, tmp_path):
     """Trainer's three ways of checkpointing give the same gradients in each step, with evaluation in between."""
     results = {}
@@ -155,7 +155,7 @@ def forgetful(model_type, recompute=None):
     return model
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2", "bamba", "jamba", "kimi_linear"])
 def test_model_that_drops_the_keywords(model_type):
     """The context stands in for lost keywords, in the forward and in transformers' own recompute."""
     expected = run(build(model_type, "eager").train(), alone())
@@ -213,7 +213,14 @@ def test_context_is_left_after_an_error():
 
 @pytest.mark.parametrize(
     "model_type, setting, most_graphs",
-    [("llama", "position_ids", 1), ("qwen3_5_text", "position_ids", 1), ("lfm2", "seq_idx", 2)],
+    [
+        ("llama", "position_ids", 1),
+        ("qwen3_5_text", "position_ids", 1),
+        ("lfm2", "seq_idx", 2),
+        ("bamba", "position_ids", 1),
+        ("jamba", "position_ids", 1),
+        ("kimi_linear", "position_ids", 1),
+    ],
 )
 def test_compiled_without_a_graph_break(model_type, setting, most_graphs):
     """fullgraph=True, float32, training, equal to eager; a new number of samples in the row needs no new graph.
