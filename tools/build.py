@@ -9,6 +9,7 @@ package, the shared object, _ops.py and metadata.json. Rebuilding compiles only 
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -152,11 +153,14 @@ def compile_shared_object(config: Dict[str, Any], variant: Variant, work: Path, 
         f"-DSTABLE_ABI_HEX={hex(major << 56 | minor << 48)}", f"-DGENERATED_DIR={work}/generated",
         f"-DTORCH_DIR={Path(torch.__file__).parent}", f"-DPYTHON_INCLUDE={sysconfig.get_paths()['include']}",
     ]  # fmt: skip
-    done = subprocess.run(configure, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"build: cmake failed\n{done.stdout}{done.stderr}")
-    if subprocess.run(["cmake", "--build", str(work)], env=environment).returncode != 0:
-        sys.exit("build: compilation failed, see above")
+    # One build at a time in a work folder: two Ninjas at once damage each other's records and recompile everything.
+    with open(work / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        configured = subprocess.run(configure, env=environment, capture_output=True, text=True)
+        if configured.returncode != 0:
+            sys.exit(f"build: cmake failed\n{configured.stdout}{configured.stderr}")
+        if subprocess.run(["cmake", "--build", str(work)], env=environment).returncode != 0:
+            sys.exit("build: compilation failed, see above")
     return work / f"{variant.ops_id}.abi3.so"
 
 
