@@ -55,7 +55,7 @@ _DECODER: Dict[str, Any] = dict(
 _ENCODER = {name: value for name, value in _DECODER.items() if name != "num_key_value_heads"}
 _DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-_STATE_SPACE = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16)
+_STATE_SPACE = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=8, mamba_chunk_size=16)
 _MAMBA = dict(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, pad_token_id=0)
 _LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
 _HYBRID_LAYERS = ["linear_attention", "full_attention"]
@@ -136,6 +136,7 @@ MODELS: Dict[str, Dict[str, Any]] = {
         mamba_d_state=8,
         n_mamba_heads=8,
         mamba_headdim=8,
+        mamba_ngroups=2,
         chunk_size=16,
     ),
     "mamba2": dict(_MAMBA, num_heads=8, head_dim=8, n_groups=2, chunk_size=16),
