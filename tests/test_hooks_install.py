@@ -318,6 +318,17 @@ def reason_of(model_type, kernel):
     return next(why for name, why in refused.items() if fnmatch.fnmatchcase(model_type, name))
 
 
+def test_convolution_that_is_too_wide_is_refused():
+    """LFM3 convolves 7 tokens; the error says what to do, and the model runs unpacked as ever."""
+    model = load("lfm2", conv_L_cache=7)
+    stock = build("lfm2", "eager", conv_L_cache=7)
+    with torch.no_grad():
+        assert_logits_equal(model(**alone()[2]).logits, stock(**alone()[2]).logits)
+    for setting in SETTINGS:
+        with pytest.raises(ValueError, match="causal_conv1d_fn: Lfm2ForCausalLM.* 7 .*DataCollatorWithPadding"):
+            model(**pack(setting=setting))
+
+
 def test_attention_that_a_flash_kernel_cannot_express_is_refused():
     with allow_all_hub_kernels(), pytest.raises(ValueError, match='BloomModel.*attn_implementation="eager"'):
         AutoModelForCausalLM.from_config(

@@ -81,12 +81,28 @@ def _keywords_only(name: str, after: str, args: Tuple[Any, ...]) -> None:
         raise type_error(name, f"arguments after {after}", "be keywords in a packed call", f"{len(args)} positional")
 
 
+# The widths of causal_conv1d_fn; LFM3's 7 is not among them.
+_CONVOLUTION_WIDTHS = range(2, 5)
+
+
+def _model() -> str:
+    """The class of the model that is running, for messages."""
+    here = context.current()
+    return "this model" if here is None else here.model
+
+
 def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
     def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **keywords: Any) -> Any:
         cuts = find_boundaries(name, stock, x.shape[0], x.shape[-1], x.device, keywords)
         if cuts is None:
             return stock(x, weight, bias, *args, **keywords)
         _keywords_only(name, "bias", args)
+        if weight.shape[-1] not in _CONVOLUTION_WIDTHS:
+            raise ValueError(
+                f"{name}: {_model()} convolves {weight.shape[-1]} tokens, and packfree-kernels "
+                f"{_CONVOLUTION_WIDTHS[0]} to {_CONVOLUTION_WIDTHS[-1]}, so packed samples would mix. "
+                "Train it on padded batches (DataCollatorWithPadding)"
+            )
         given = _pick(keywords, "activation", "initial_states", "return_final_states")
         return ours(x, weight, bias, **given, **cuts)
 
@@ -172,9 +188,8 @@ def _not_served(name: str, stock: Callable) -> Callable:
         here = context.current()
         explicit = any(keywords.get(key) is not None for key in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"))
         if (here is not None or explicit) and supported(args[0].device):
-            model = here.model if here is not None else "this model"
             raise NotImplementedError(
-                f"{name}: {model} needs the sample boundaries inside {name}, which this release of packfree-kernels "
+                f"{name}: {_model()} needs the sample boundaries inside {name}, which this release of packfree-kernels "
                 "does not provide, so packed samples would mix. Train it on padded batches (DataCollatorWithPadding)"
             )
         return stock(*args, **keywords)
