@@ -5,7 +5,7 @@
 //   pairs  bf16 [depth / 2, 64, 2]   element (k, j) at [k / 2, j, k % 2]
 //   c      float [rows, ldc]
 // rows is rounded up to 16, depth to 32: callers keep that much memory behind a and c, and zeros behind the last column
-// of a and the last row of pairs (NaN times 0 is not 0). b has kMatrixColumns columns.
+// of a and the last row of pairs (NaN times 0 is not 0). A row of pairs has room for kMatrixColumns columns.
 
 constexpr int64_t kMatrixRows = 16;
 constexpr int64_t kMatrixDepth = 32;
@@ -26,58 +26,63 @@ PACKFREE_INLINE void OpenMatrixUnit() {
 }
 PACKFREE_INLINE void CloseMatrixUnit() { _tile_release(); }
 
-// c[16 or 32 rows, 32 columns] = or += a b. Tiles 0-3 hold c, 4-5 a, 6-7 b.
-template <Into kInto, bool kTwoRows>
+// c[16 or 32 rows, 16 or 32 columns] = or += a b. Tiles 0-3 hold c, 4-5 a, 6-7 b.
+template <Into kInto, bool kTwoRows, bool kTwoColumns>
 inline void MultiplyMatrixTiles(int64_t depth, const bf16* a, int64_t lda, const bf16* pairs, float* c, int64_t ldc) {
   const int64_t a_bytes = lda * 2, b_bytes = kMatrixColumns * 4, c_bytes = ldc * 4;
   float* lower = c + kMatrixRows * ldc;
   if (kInto == Into::kOverwrite) {
     _tile_zero(0);
-    _tile_zero(1);
-    if (kTwoRows) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    if (kTwoColumns) _tile_zero(1);
+    if (kTwoRows) _tile_zero(2);
+    if (kTwoRows && kTwoColumns) _tile_zero(3);
   } else {
     _tile_loadd(0, c, c_bytes);
-    _tile_loadd(1, c + 16, c_bytes);
-    if (kTwoRows) {
-      _tile_loadd(2, lower, c_bytes);
-      _tile_loadd(3, lower + 16, c_bytes);
-    }
+    if (kTwoColumns) _tile_loadd(1, c + 16, c_bytes);
+    if (kTwoRows) _tile_loadd(2, lower, c_bytes);
+    if (kTwoRows && kTwoColumns) _tile_loadd(3, lower + 16, c_bytes);
   }
   for (int64_t k = 0; k < depth; k += kMatrixDepth) {
     const bf16* b = pairs + k * kMatrixColumns;
     _tile_loadd(4, a + k, a_bytes);
     _tile_loadd(6, b, b_bytes);
-    _tile_loadd(7, b + 32, b_bytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    if (kTwoColumns) {
+      _tile_loadd(7, b + 32, b_bytes);
+      _tile_dpbf16ps(1, 4, 7);
+    }
     if (kTwoRows) {
       _tile_loadd(5, a + kMatrixRows * lda + k, a_bytes);
       _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      if (kTwoColumns) _tile_dpbf16ps(3, 5, 7);
     }
   }
   _tile_stored(0, c, c_bytes);
-  _tile_stored(1, c + 16, c_bytes);
-  if (kTwoRows) {
-    _tile_stored(2, lower, c_bytes);
-    _tile_stored(3, lower + 16, c_bytes);
-  }
+  if (kTwoColumns) _tile_stored(1, c + 16, c_bytes);
+  if (kTwoRows) _tile_stored(2, lower, c_bytes);
+  if (kTwoRows && kTwoColumns) _tile_stored(3, lower + 16, c_bytes);
 }
 
-// c[rows, 0:64] = or += a b. Every element sums over k in the same order, whatever tile it falls into.
+template <Into kInto, bool kTwoColumns>
+inline void MultiplyMatrixColumns(int64_t rows, int64_t depth, const bf16* a, int64_t lda, const bf16* pairs, float* c,
+                                  int64_t ldc) {
+  int64_t i = 0;
+  for (; i + kMatrixRows < rows; i += 2 * kMatrixRows) {
+    MultiplyMatrixTiles<kInto, true, kTwoColumns>(depth, a + i * lda, lda, pairs, c + i * ldc, ldc);
+  }
+  if (i < rows) MultiplyMatrixTiles<kInto, false, kTwoColumns>(depth, a + i * lda, lda, pairs, c + i * ldc, ldc);
+}
+
+// c[rows, 0:columns] = or += a b; columns are rounded up to 16. Every element sums over k in the same order, whatever
+// tile it falls into.
 template <Into kInto>
 inline void MultiplyMatrix(int64_t rows, int64_t depth, const bf16* a, int64_t lda, const bf16* pairs, float* c,
-                           int64_t ldc) {
-  for (int64_t j = 0; j < kMatrixColumns; j += 32) {
-    int64_t i = 0;
-    for (; i + kMatrixRows < rows; i += 2 * kMatrixRows) {
-      MultiplyMatrixTiles<kInto, true>(depth, a + i * lda, lda, pairs + 2 * j, c + i * ldc + j, ldc);
-    }
-    if (i < rows) MultiplyMatrixTiles<kInto, false>(depth, a + i * lda, lda, pairs + 2 * j, c + i * ldc + j, ldc);
+                           int64_t ldc, int64_t columns = kMatrixColumns) {
+  int64_t j = 0;
+  for (; j + 16 < columns; j += 32) {
+    MultiplyMatrixColumns<kInto, true>(rows, depth, a, lda, pairs + 2 * j, c + j, ldc);
   }
+  if (j < columns) MultiplyMatrixColumns<kInto, false>(rows, depth, a, lda, pairs + 2 * j, c + j, ldc);
 }
 
 // target[r, 0:padded] = source[r, 0:columns] and zeros, for `rows` rows; bits are copied.
@@ -112,6 +117,20 @@ inline void NarrowToPairs(int64_t rows, const float* source, int64_t ld, bf16* p
       if (r + 1 < rows) {
         packed |= __builtin_convertvector(NarrowBf16(Load<float>(source + (r + 1) * ld + c)), BitsVec) << 16;
       }
+      __builtin_memcpy(pairs + (r * kMatrixColumns + 2 * c), &packed, sizeof(packed));
+    }
+  }
+}
+
+// pairs[r / 2, c, r % 2] = source[r, c], bits, for columns [0, RoundUp(columns, 16)) of at most 64: a matrix by rows
+// becomes one by pairs of rows. rows is even.
+inline void PairRows(int64_t rows, int64_t columns, const bf16* source, int64_t lds, bf16* pairs) {
+  for (int64_t r = 0; r < rows; r += 2) {
+    for (int64_t c = 0; c < columns; c += kLanes<float>) {
+      HalfVec even, odd;
+      __builtin_memcpy(&even, source + r * lds + c, sizeof(even));
+      __builtin_memcpy(&odd, source + (r + 1) * lds + c, sizeof(odd));
+      const BitsVec packed = __builtin_convertvector(even, BitsVec) | __builtin_convertvector(odd, BitsVec) << 16;
       __builtin_memcpy(pairs + (r * kMatrixColumns + 2 * c), &packed, sizeof(packed));
     }
   }
