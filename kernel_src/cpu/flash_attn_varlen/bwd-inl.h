@@ -16,6 +16,7 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
     log_sum[j] = Load<Acc>(lse + column + j * L);
     center[j] = Load<Acc>(delta + column + j * L);
   }
+  const bool dropout = args.dropout_p > 0;
   const uint32_t threshold = DropoutThreshold(args.dropout_p);
   const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
   for (int64_t r = 0; r < rows; ++r) {
@@ -24,7 +25,7 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
     Acc* row = scores + r * kTileColumns + column;
     Acc* drow = dscores + r * kTileColumns + column;
     Acc keep[kRegisters * L];
-    if (args.dropout_p > 0) {
+    if (dropout) {
       DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key), threshold, keep_scale, kRegisters * L, keep);
     }
 #pragma GCC unroll 4
@@ -37,7 +38,7 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
       Vec<Acc> p = Exp2<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
       if (masked) p = SelectVisible<Acc>(tile, column + j * L, key, p, Zero<Acc>());
       Vec<Acc> kept = p;
-      if (args.dropout_p > 0) {
+      if (dropout) {
         dp = dp * Load<Acc>(keep + j * L);
         kept = p * Load<Acc>(keep + j * L);
       }

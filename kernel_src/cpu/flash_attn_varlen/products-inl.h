@@ -2,8 +2,12 @@
 // in vector registers: everything is widened to Acc. products_matrix-inl.h is the same for the matrix unit.
 template <class Elem, class Acc>
 struct ForwardProducts {
-  // Keys of a block need not be visited from the block's first one on.
+  // Keys of a block that are folded together, and whether these are visited from the first one on even if no query sees
+  // it.
+  static constexpr int64_t kKeysTogether = kKeyBlock;
   static constexpr bool kWholeBlocks = false;
+  // Rows of probabilities that StoreProbabilities takes together.
+  static constexpr int kRowsTogether = 1;
 
   // Around all of a work item's products.
   static PACKFREE_INLINE void Open() {}
@@ -24,6 +28,10 @@ struct ForwardProducts {
   static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, const Acc* keys,
                                      const Acc* qt, Acc* scores) {
     MultiplyRows(rows, columns, dim, keys + first * PaddedDim(dim), PaddedDim(dim), qt, scores);
+  }
+  static PACKFREE_INLINE void StoreProbabilities(int64_t row, int64_t column, Vec<Acc> v, Vec<Acc> /*next*/,
+                                                 Acc* scores) {
+    Store(scores + row * kTileColumns + column, v);
   }
   // ot[:, query] += v[key] p[key, query]
   static PACKFREE_INLINE void AddValues(int64_t first, int64_t rows, int64_t columns, int64_t dim, const Acc* values,

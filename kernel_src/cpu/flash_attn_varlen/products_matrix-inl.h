@@ -6,7 +6,10 @@ struct ForwardProducts {
   static_assert(std::is_same_v<Elem, bf16> && std::is_same_v<Acc, float>);
   // A value matrix by columns can only be read from an aligned key on.
   static constexpr bool kWholeBlocks = true;
-  static_assert(kKeyBlock % kMatrixDepth == 0 && kTileColumns == kMatrixColumns);
+  // Scores, tile and operands then nearly stay in the L1 cache.
+  static constexpr int64_t kKeysTogether = 64;
+  static constexpr int kRowsTogether = 2;
+  static_assert(kKeyBlock % kKeysTogether == 0 && kKeysTogether % kMatrixDepth == 0 && kTileColumns == kMatrixColumns);
 
   static PACKFREE_INLINE void Open() { OpenMatrixUnit(); }
   static PACKFREE_INLINE void Close() { CloseMatrixUnit(); }
@@ -29,18 +32,24 @@ struct ForwardProducts {
     NarrowToPairs(dim, qt, kTileColumns, reinterpret_cast<bf16*>(qt));
   }
 
-  static PACKFREE_INLINE void Scores(int64_t /*first*/, int64_t rows, int64_t /*columns*/, int64_t dim,
-                                     const float* keys, const float* qt, float* scores) {
-    MultiplyMatrix<Into::kOverwrite>(rows, RoundUp(dim, kMatrixDepth), reinterpret_cast<const bf16*>(keys),
-                                     RoundUp(dim, kMatrixDepth), reinterpret_cast<const bf16*>(qt), scores,
-                                     kTileColumns);
+  static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, const float* keys,
+                                     const float* qt, float* scores) {
+    const int64_t padded = RoundUp(dim, kMatrixDepth);
+    MultiplyMatrix<Into::kOverwrite>(rows, padded, reinterpret_cast<const bf16*>(keys) + first * padded, padded,
+                                     reinterpret_cast<const bf16*>(qt), scores, kTileColumns, columns);
   }
-  static PACKFREE_INLINE void AddValues(int64_t /*first*/, int64_t rows, int64_t /*columns*/, int64_t dim,
-                                        const float* values, float* probabilities, float* ot) {
+  // In place: a pair of rows takes the memory of half of them, in the same columns.
+  static PACKFREE_INLINE void StoreProbabilities(int64_t row, int64_t column, Vec<float> v, Vec<float> next,
+                                                 float* scores) {
+    StorePair(reinterpret_cast<bf16*>(scores) + row * kTileColumns + 2 * column, v, next);
+  }
+  static PACKFREE_INLINE void AddValues(int64_t first, int64_t rows, int64_t columns, int64_t dim, const float* values,
+                                        float* probabilities, float* ot) {
     bf16* pairs = reinterpret_cast<bf16*>(probabilities);
-    NarrowToPairs(rows, probabilities, kTileColumns, pairs);
-    MultiplyMatrix<Into::kAdd>(dim, RoundUp(rows, kMatrixDepth), reinterpret_cast<const bf16*>(values), kKeyBlock,
-                               pairs, ot, kTileColumns);
+    const int64_t depth = RoundUp(rows, kMatrixDepth), written = RoundUp(rows, 2);
+    __builtin_memset(pairs + written * kTileColumns, 0, (depth - written) * kTileColumns * 2);
+    MultiplyMatrix<Into::kAdd>(dim, depth, reinterpret_cast<const bf16*>(values) + first, kKeyBlock, pairs, ot,
+                               kTileColumns, columns);
   }
 };
 

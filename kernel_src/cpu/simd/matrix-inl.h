@@ -13,6 +13,9 @@ constexpr int64_t kMatrixColumns = 64;
 
 PACKFREE_INLINE int64_t RoundUp(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
+// Makes the compiler finish all stores: GCC's tile intrinsics do not tell it what memory they read.
+PACKFREE_INLINE void FinishStores(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+
 // Gives the calling thread eight tiles of 16 rows of 64 bytes, until CloseMatrixUnit. (Not a class with a constructor:
 // the members that a compiler makes for its users would lie outside the target pragma.)
 PACKFREE_INLINE void OpenMatrixUnit() {
@@ -22,6 +25,7 @@ PACKFREE_INLINE void OpenMatrixUnit() {
     config[16 + 2 * tile] = 64;  // bytes of a row, 16 bits
     config[48 + tile] = 16;      // rows
   }
+  FinishStores(config);
   _tile_loadconfig(config);
 }
 PACKFREE_INLINE void CloseMatrixUnit() { _tile_release(); }
@@ -31,6 +35,7 @@ template <Into kInto, bool kTwoRows, bool kTwoColumns>
 inline void MultiplyMatrixTiles(int64_t depth, const bf16* a, int64_t lda, const bf16* pairs, float* c, int64_t ldc) {
   const int64_t a_bytes = lda * 2, b_bytes = kMatrixColumns * 4, c_bytes = ldc * 4;
   float* lower = c + kMatrixRows * ldc;
+  FinishStores(pairs);
   if (kInto == Into::kOverwrite) {
     _tile_zero(0);
     if (kTwoColumns) _tile_zero(1);
@@ -105,6 +110,13 @@ inline void TransposeWords(int64_t rows, int64_t columns, const uint32_t* source
       for (int i = 0; i < L; ++i) __builtin_memcpy(target + (c + i) * ldt + r, &block[i], sizeof(block[i]));
     }
   }
+}
+
+// pairs[2 c] = bf16(even[c]), pairs[2 c + 1] = bf16(odd[c])
+PACKFREE_INLINE void StorePair(bf16* pairs, Vec<float> even, Vec<float> odd) {
+  const BitsVec packed = __builtin_convertvector(NarrowBf16(even), BitsVec) |
+                         __builtin_convertvector(NarrowBf16(odd), BitsVec) << 16;
+  __builtin_memcpy(pairs, &packed, sizeof(packed));
 }
 
 // pairs[r / 2, c, r % 2] = bf16(source[r, c]) for 64 columns; rows up to RoundUp(rows, kMatrixDepth) are 0.
