@@ -35,7 +35,7 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
         s = Tanh<Acc>(s * scale.inner);
         slope = Acc(1) - s * s;
       }
-      Vec<Acc> p = Exp2<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
+      Vec<Acc> p = Exp2Any<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
       if (masked) p = SelectVisible<Acc>(tile, column + j * L, key, p, Zero<Acc>());
       Vec<Acc> kept = p;
       if (dropout) {

@@ -34,7 +34,6 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
     // A column that has seen no key yet keeps the maximum -infinity; subtracting 0 keeps its probabilities 0.
     old[j] = Load<Acc>(max + column + j * L);
     top[j] = Max(old[j], top[j] * scale.outer);
-    // NaN is not above either and would be lost; it takes the second branch.
     top[j] = Select(top[j] <= old[j] + Acc(kLazyGrowth), old[j], top[j]);
     shift[j] = Select(top[j] == lowest, Zero<Acc>(), top[j]);
     decay[j] = Exp2<Acc>(old[j] - shift[j]);
@@ -57,7 +56,7 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
       const Acc* row = scores + (r + i) * kTileColumns + column;
 #pragma GCC unroll 4
       for (int j = 0; j < kRegisters; ++j) {
-        p[i][j] = Exp2<Acc>(MulAdd(Load<Acc>(row + j * L), Set<Acc>(scale.outer), -shift[j]));
+        p[i][j] = Exp2Any<Acc>(MulAdd(Load<Acc>(row + j * L), Set<Acc>(scale.outer), -shift[j]));
         total[j] = total[j] + p[i][j];
       }
       if (dropout) {
@@ -110,6 +109,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   const bool softcap = args.softcap > 0;
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   Acc* base = static_cast<Acc*>(scratch);
+  // The shapes of operands are those of vector registers; products_matrix-inl.h has the others.
   Acc* keys = base + layout.keys;      // [kKeyBlock, key_dim]
   Acc* values = base + layout.values;  // [kKeyBlock, value_dim]
   Acc* scores = base + layout.scores;  // [kKeyBlock, kTileColumns]
@@ -143,8 +143,9 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
     }
   }
 
-  for (int64_t block = some.begin / kKeyBlock * kKeyBlock; block < some.end; block += kKeyBlock) {
-    const int64_t block_end = block + kKeyBlock < some.end ? block + kKeyBlock : some.end;
+  constexpr int64_t kBlock = Products::kBlock;
+  for (int64_t block = some.begin / kBlock * kBlock; block < some.end; block += kBlock) {
+    const int64_t block_end = block + kBlock < some.end ? block + kBlock : some.end;
     Products::LoadKeys(block_end - block, args.K,
                       static_cast<const Elem*>(args.k.data) + (k_bos + block) * args.k.token_stride +
                           unit.kv_head * args.k.head_stride,

@@ -2,9 +2,10 @@
 // in vector registers: everything is widened to Acc. products_matrix-inl.h is the same for the matrix unit.
 template <class Elem, class Acc>
 struct ForwardProducts {
-  // Keys of a block that are folded together, and whether these are visited from the first one on even if no query sees
+  // Keys that are loaded together, those of them that are folded together, and whether these are visited from the first one on even if no query sees
   // it.
-  static constexpr int64_t kKeysTogether = kKeyBlock;
+  static constexpr int64_t kBlock = kKeyBlock;
+  static constexpr int64_t kKeysTogether = kBlock;
   static constexpr bool kWholeBlocks = false;
   // Rows of probabilities that StoreProbabilities takes together.
   static constexpr int kRowsTogether = 1;

@@ -1,15 +1,30 @@
 // The matrix products on the matrix unit, for bf16. Forward: keys by rows, values transposed, queries and
 // probabilities by pairs (see simd/matrix-inl.h). Probabilities are rounded to bf16, as values are; their sum is not.
-// Each form takes at most the memory that the widened one would, so the scratch layout is the same.
+
+// target [columns, ld] = the transpose of source [rows, columns], 0 up to RoundUp(rows, 32). `scratch` has room for
+// 128 x 64 words.
+PACKFREE_INLINE void TransposeBlocks(int64_t rows, int64_t columns, const bf16* source, int64_t stride, bf16* target,
+                                     int64_t ld, float* scratch) {
+  constexpr int64_t kSide = 128;
+  static_assert(kSide / 2 * kSide <= kKeyBlock * kTileColumns);
+  for (int64_t r = 0; r < rows; r += kSide) {
+    for (int64_t c = 0; c < columns; c += kSide) {
+      TransposeRows(rows - r < kSide ? rows - r : kSide, columns - c < kSide ? columns - c : kSide,
+                    source + r * stride + c, stride, target + c * ld + r, ld, reinterpret_cast<uint32_t*>(scratch));
+    }
+  }
+}
+
 template <class Elem, class Acc>
 struct ForwardProducts {
   static_assert(std::is_same_v<Elem, bf16> && std::is_same_v<Acc, float>);
   // A value matrix by columns can only be read from an aligned key on.
   static constexpr bool kWholeBlocks = true;
   // Scores, tile and operands then nearly stay in the L1 cache.
+  static constexpr int64_t kBlock = 2 * kKeyBlock;
   static constexpr int64_t kKeysTogether = 64;
   static constexpr int kRowsTogether = 2;
-  static_assert(kKeyBlock % kKeysTogether == 0 && kKeysTogether % kMatrixDepth == 0 && kTileColumns == kMatrixColumns);
+  static_assert(kBlock % kKeysTogether == 0 && kKeysTogether % kMatrixDepth == 0 && kTileColumns == kMatrixColumns);
 
   static PACKFREE_INLINE void Open() { OpenMatrixUnit(); }
   static PACKFREE_INLINE void Close() { CloseMatrixUnit(); }
@@ -17,15 +32,10 @@ struct ForwardProducts {
   static PACKFREE_INLINE void LoadKeys(int64_t rows, int64_t dim, const bf16* source, int64_t stride, float* keys) {
     CopyRows(rows, dim, source, stride, reinterpret_cast<bf16*>(keys), RoundUp(dim, kMatrixDepth));
   }
-  // values [V, kKeyBlock], 0 behind the last key. `scratch` has room for kKeyBlock x kTileColumns floats: the words of
-  // 128 columns at a time.
+  // values [V, kBlock], 0 behind the last key.
   static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const bf16* source, int64_t stride, float* values,
                                          float* scratch) {
-    constexpr int64_t kColumns = 2 * kTileColumns;
-    for (int64_t d = 0; d < dim; d += kColumns) {
-      TransposeRows(rows, dim - d < kColumns ? dim - d : kColumns, source + d, stride,
-                    reinterpret_cast<bf16*>(values) + d * kKeyBlock, kKeyBlock, reinterpret_cast<uint32_t*>(scratch));
-    }
+    TransposeBlocks(rows, dim, source, stride, reinterpret_cast<bf16*>(values), kBlock, scratch);
   }
   // In place: pairs of rows take half the memory of the rows, and row r is read before row r / 2 is written.
   static PACKFREE_INLINE void PrepareQueries(int64_t dim, float* qt) {
@@ -48,7 +58,7 @@ struct ForwardProducts {
     bf16* pairs = reinterpret_cast<bf16*>(probabilities);
     const int64_t depth = RoundUp(rows, kMatrixDepth), written = RoundUp(rows, 2);
     __builtin_memset(pairs + written * kTileColumns, 0, (depth - written) * kTileColumns * 2);
-    MultiplyMatrix<Into::kAdd>(dim, depth, reinterpret_cast<const bf16*>(values) + first, kKeyBlock, pairs, ot,
+    MultiplyMatrix<Into::kAdd>(dim, depth, reinterpret_cast<const bf16*>(values) + first, kBlock, pairs, ot,
                                kTileColumns, columns);
   }
 };
@@ -93,14 +103,7 @@ struct BackwardProducts {
                                        int64_t range_size, float* scratch) {
     const int64_t padded = RoundUp(dim, kMatrixDepth);
     CopyRows(rows, dim, source, stride, At(keys), padded);
-    bf16* transposed = At(keys, range_size * padded / 2);
-    for (int64_t r = 0; r < rows; r += kKeyBlock) {
-      for (int64_t d = 0; d < dim; d += kKeyBlock) {
-        TransposeRows(rows - r < kKeyBlock ? rows - r : kKeyBlock, dim - d < kKeyBlock ? dim - d : kKeyBlock,
-                      source + r * stride + d, stride, transposed + d * range_size + r, range_size,
-                      reinterpret_cast<uint32_t*>(scratch));
-      }
-    }
+    TransposeBlocks(rows, dim, source, stride, At(keys, range_size * padded / 2), range_size, scratch);
   }
   static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const bf16* source, int64_t stride, float* values) {
     CopyRows(rows, dim, source, stride, At(values), RoundUp(dim, kMatrixDepth));

@@ -114,8 +114,11 @@ inline void TransposeWords(int64_t rows, int64_t columns, const uint32_t* source
 
 // pairs[2 c] = bf16(even[c]), pairs[2 c + 1] = bf16(odd[c])
 PACKFREE_INLINE void StorePair(bf16* pairs, Vec<float> even, Vec<float> odd) {
-  const BitsVec packed = __builtin_convertvector(NarrowBf16(even), BitsVec) |
-                         __builtin_convertvector(NarrowBf16(odd), BitsVec) << 16;
+  typedef uint16_t Halves __attribute__((vector_size(64)));
+  constexpr Halves kInterleave = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+  const __m512i packed = _mm512_maskz_permutexvar_epi16((__mmask32)-1, (__m512i)kInterleave, both);
   __builtin_memcpy(pairs, &packed, sizeof(packed));
 }
 
