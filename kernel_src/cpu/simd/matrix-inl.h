@@ -105,21 +105,27 @@ inline void TransposeWords(int64_t rows, int64_t columns, const uint32_t* source
   for (int64_t r = 0; r < rows; r += L) {
     for (int64_t c = 0; c < columns; c += L) {
       Vec<float> block[L];
+#pragma GCC unroll 16
       for (int i = 0; i < L; ++i) __builtin_memcpy(&block[i], source + (r + i) * lds + c, sizeof(block[i]));
       TransposeRegisters<float>(block);
+#pragma GCC unroll 16
       for (int i = 0; i < L; ++i) __builtin_memcpy(target + (c + i) * ldt + r, &block[i], sizeof(block[i]));
     }
   }
 }
 
-// pairs[2 c] = bf16(even[c]), pairs[2 c + 1] = bf16(odd[c])
-PACKFREE_INLINE void StorePair(bf16* pairs, Vec<float> even, Vec<float> odd) {
+// pairs[2 c] = both[c], pairs[2 c + 1] = both[16 + c]
+PACKFREE_INLINE void StoreInterleaved(bf16* pairs, __m512i both) {
   typedef uint16_t Halves __attribute__((vector_size(64)));
   constexpr Halves kInterleave = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
   const __m512i packed = _mm512_maskz_permutexvar_epi16((__mmask32)-1, (__m512i)kInterleave, both);
   __builtin_memcpy(pairs, &packed, sizeof(packed));
+}
+
+// pairs[2 c] = bf16(even[c]), pairs[2 c + 1] = bf16(odd[c])
+PACKFREE_INLINE void StorePair(bf16* pairs, Vec<float> even, Vec<float> odd) {
+  StoreInterleaved(pairs, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
 }
 
 // pairs[r / 2, c, r % 2] = bf16(source[r, c]) for 64 columns; rows up to RoundUp(rows, kMatrixDepth) are 0.
@@ -142,11 +148,10 @@ inline void NarrowToPairs(int64_t rows, const float* source, int64_t ld, bf16* p
 inline void PairRows(int64_t rows, int64_t columns, const bf16* source, int64_t lds, bf16* pairs) {
   for (int64_t r = 0; r < rows; r += 2) {
     for (int64_t c = 0; c < columns; c += kLanes<float>) {
-      HalfVec even, odd;
-      __builtin_memcpy(&even, source + r * lds + c, sizeof(even));
-      __builtin_memcpy(&odd, source + (r + 1) * lds + c, sizeof(odd));
-      const BitsVec packed = __builtin_convertvector(even, BitsVec) | __builtin_convertvector(odd, BitsVec) << 16;
-      __builtin_memcpy(pairs + (r * kMatrixColumns + 2 * c), &packed, sizeof(packed));
+      const __m256i even = _mm256_maskz_loadu_epi16((__mmask16)-1, source + r * lds + c);
+      const __m256i odd = _mm256_maskz_loadu_epi16((__mmask16)-1, source + (r + 1) * lds + c);
+      StoreInterleaved(pairs + (r * kMatrixColumns + 2 * c),
+                       _mm512_maskz_inserti64x4((__mmask8)-1, _mm512_zextsi256_si512(even), odd, 1));
     }
   }
 }
