@@ -120,7 +120,7 @@ def test_memory_forms(dtype):
 LONG = Pack("several key ranges", (530, 1060, 20))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "case",
     [

@@ -3,9 +3,9 @@
 //   dv = (P Z)^T dout    dP = Z (dout v^T)    dS = P (dP - delta)    dq = scale dS k    dk = scale dS^T q
 // and for a sink, a key whose value is 0: ds_aux = -sum over queries of P_sink delta.
 
-// Turns scores [rows, kTileColumns] into P Z and dscores, which holds dout v^T, into dS, both transposed, for the
-// columns [column, column + kRegisters * lanes). lse is in units of log2.
-template <class Acc, bool kSoftcap, int kRegisters>
+// Turns scores [rows, kTileColumns] into P Z and dscores, which holds dout v^T, into dS, both transposed and in the form
+// that Products wants, for the columns [column, column + kRegisters * lanes). lse is in units of log2.
+template <class Products, class Acc, bool kSoftcap, int kRegisters>
 inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t column, int64_t key_begin,
                            int64_t rows, const ScoreScale<Acc>& scale, const Acc* lse, const Acc* delta, Acc* scores,
                            Acc* dscores) {
@@ -16,6 +16,7 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
     log_sum[j] = Load<Acc>(lse + column + j * L);
     center[j] = Load<Acc>(delta + column + j * L);
   }
+  const bool dropout = args.dropout_p > 0;
   const uint32_t threshold = DropoutThreshold(args.dropout_p);
   const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
   for (int64_t r = 0; r < rows; ++r) {
@@ -24,7 +25,7 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
     Acc* row = scores + r * kTileColumns + column;
     Acc* drow = dscores + r * kTileColumns + column;
     Acc keep[kRegisters * L];
-    if (args.dropout_p > 0) {
+    if (dropout) {
       DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key), threshold, keep_scale, kRegisters * L, keep);
     }
 #pragma GCC unroll 4
@@ -34,33 +35,36 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
         s = Tanh<Acc>(s * scale.inner);
         slope = Acc(1) - s * s;
       }
-      Vec<Acc> p = Exp2<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
+      Vec<Acc> p = Exp2Any<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
       if (masked) p = SelectVisible<Acc>(tile, column + j * L, key, p, Zero<Acc>());
       Vec<Acc> kept = p;
-      if (args.dropout_p > 0) {
+      if (dropout) {
         dp = dp * Load<Acc>(keep + j * L);
         kept = p * Load<Acc>(keep + j * L);
       }
       Vec<Acc> ds = p * (dp - center[j]);
       if constexpr (kSoftcap) ds = ds * slope;
       if (masked) ds = SelectVisible<Acc>(tile, column + j * L, key, ds, Zero<Acc>());
-      Store(row + j * L, kept);
-      Store(drow + j * L, ds);
+      Products::StoreScores(r, column + j * L, kept, scores);
+      Products::StoreScores(r, column + j * L, ds, dscores);
     }
   }
 }
 
-template <class Acc, bool kSoftcap>
+template <class Products, class Acc, bool kSoftcap>
 inline void TileScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t key_begin, int64_t rows,
                                const ScoreScale<Acc>& scale, const Acc* lse, const Acc* delta, Acc* scores, Acc* dscores) {
   constexpr int L = kLanes<Acc>;
+  const int64_t columns = Products::Columns(tile.columns);
   int64_t c = 0;
-  for (; c + 4 * L <= tile.columns; c += 4 * L) {
-    ScoreGradients<Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
+  for (; c + 4 * L <= columns; c += 4 * L) {
+    ScoreGradients<Products, Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
   }
-  for (; c < tile.columns; c += L) {
-    ScoreGradients<Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
+  for (; c < columns; c += L) {
+    ScoreGradients<Products, Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
   }
+  Products::FinishScores(rows, scores);
+  Products::FinishScores(rows, dscores);
 }
 
 // sum over the value dim of dout * out for one query row, minus the gradient of its lse.
@@ -80,42 +84,19 @@ PACKFREE_INLINE Acc RowDelta(const AttentionBackwardArgs& args, const Elem* dout
   return args.dlse == nullptr ? delta : delta - static_cast<const Acc*>(args.dlse)[lse_index];
 }
 
-// delta[c] = sum over d of doutt[d, c] * out_rows[c, d], summed as MultiplyRows sums dout . v: a query whose output is
-// one value row then gets dP - delta = 0 exactly. `transposed` is scratch [kStretch, kTileColumns].
-template <class Acc>
-inline void TileDelta(const QueryTile<Acc>& tile, int64_t dim, const Acc* doutt, const Acc* out_rows, int64_t ld,
-                      Acc* transposed, Acc* delta) {
-  constexpr int L = kLanes<Acc>;
-  for (int64_t c = 0; c < kTileColumns; ++c) delta[c] = Acc(0);
-  for (int64_t d = 0; d < dim; d += kStretch) {
-    const int64_t depth = dim - d < kStretch ? dim - d : kStretch;
-    LoadTileTransposed(tile.columns, depth, out_rows + d, ld, transposed, kTileColumns);
-    for (int64_t c = 0; c < tile.columns; c += L) {
-      Vec<Acc> sum = Zero<Acc>();
-      for (int64_t i = 0; i < depth; ++i) {
-        sum = MulAdd(Load<Acc>(transposed + i * kTileColumns + c), Load<Acc>(doutt + (d + i) * kTileColumns + c), sum);
-      }
-      Store(delta + c, d == 0 ? sum : Load<Acc>(delta + c) + sum);
-    }
-  }
-}
-
 // What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, delta.
-// `transposed` is scratch of a block of scores.
+// `out_rows` is scratch for a tile's
+// rows of out, `scratch` a block of scores.
 template <class Elem, class Acc>
 inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* lse, Acc* delta,
-                             Acc* transposed) {
+                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* out_rows, Acc* lse, Acc* delta,
+                             Acc* scratch) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
+  using Products = BackwardProducts<Elem, Acc>;
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
-  const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
-  LoadQueryRows<Elem>(tile, args.q, bos, group, unit.kv_head, args.K, q_rows, key_dim);
-  LoadTileTransposed(tile.columns, args.K, q_rows, key_dim, qt, kTileColumns, sign);
-  LoadQueryRows<Elem>(tile, args.dout, bos, group, unit.kv_head, args.V, dout_rows, value_dim);
-  LoadTileTransposed(tile.columns, args.V, dout_rows, value_dim, doutt, kTileColumns);
-  LoadQueryRows<Elem>(tile, args.out, bos, group, unit.kv_head, args.V, dout_rows, value_dim);
-  TileDelta(tile, args.V, doutt, dout_rows, value_dim, transposed, delta);
-  LoadQueryRows<Elem>(tile, args.dout, bos, group, unit.kv_head, args.V, dout_rows, value_dim);
+  Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), dout_rows, doutt);
+  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, doutt, out_rows, scratch, delta);
+  Products::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, q_rows, qt);
   for (int64_t c = 0; c < kTileColumns; ++c) {
     // Columns past the tile's end get probability 0.
     lse[c] = static_cast<Acc>(__builtin_inf());
@@ -167,6 +148,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   const Acc final_scale = static_cast<Acc>(args.softmax_scale);
   Acc* base = static_cast<Acc*>(scratch);
+  // The shapes of operands are those of vector registers; products_matrix-inl.h has the others.
   Acc* keys = base + layout.keys;            // [range, key_dim]
   Acc* values = base + layout.values;        // [range, value_dim]
   Acc* dkeys = base + layout.dkeys;          // [range, key_dim]
@@ -178,18 +160,21 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   Acc* qt = base + layout.qt;                // [K, kTileColumns]
   Acc* doutt = base + layout.doutt;          // [V, kTileColumns]
   Acc* dqt = base + layout.dqt;              // [K, kTileColumns]
+  Acc* out_rows = base + layout.out_rows;    // [kTileColumns, value_dim]
   Acc* lse = base + layout.column_info;      // [kTileColumns]
   Acc* delta = lse + kTileColumns;           // [kTileColumns]
 
   const int64_t count = range_end - range_begin;
-  LoadTile(count, args.K,
-           static_cast<const Elem*>(args.k.data) + (k_bos + range_begin) * args.k.token_stride +
-               unit.kv_head * args.k.head_stride,
-           args.k.token_stride, keys, key_dim);
-  LoadTile(count, args.V,
-           static_cast<const Elem*>(args.v.data) + (k_bos + range_begin) * args.v.token_stride +
-               unit.kv_head * args.v.head_stride,
-           args.v.token_stride, values, value_dim);
+  using Products = BackwardProducts<Elem, Acc>;
+  Products::Open();
+  Products::LoadKeys(count, args.K,
+                     static_cast<const Elem*>(args.k.data) + (k_bos + range_begin) * args.k.token_stride +
+                         unit.kv_head * args.k.head_stride,
+                     args.k.token_stride, keys, range_size, scores);
+  Products::LoadValues(count, args.V,
+                       static_cast<const Elem*>(args.v.data) + (k_bos + range_begin) * args.v.token_stride +
+                           unit.kv_head * args.v.head_stride,
+                       args.v.token_stride, values);
   ClearTile(count, args.K, dkeys, key_dim);
   ClearTile(count, args.V, dvalues, value_dim);
 
@@ -205,30 +190,26 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
     const int64_t seen_begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
     const int64_t seen_end = tile.some.end < range_end ? tile.some.end : range_end;
     if (!unseen) {
-      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, lse, delta,
-                             scores);
+      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, out_rows, lse, delta, scores);
     }
-    for (int64_t block = seen_begin / kKeyBlock * kKeyBlock; !unseen && block < seen_end; block += kKeyBlock) {
-      const int64_t begin = block > seen_begin ? block : seen_begin;
-      const int64_t end = block + kKeyBlock < seen_end ? block + kKeyBlock : seen_end;
-      const int64_t rows = end - begin;
-      const Acc* block_keys = keys + (begin - range_begin) * key_dim;
-      const Acc* block_values = values + (begin - range_begin) * value_dim;
+    constexpr int64_t kBlock = Products::kBlock;
+    const int64_t columns = Products::Columns(tile.columns);
+    for (int64_t block = seen_begin / kBlock * kBlock; !unseen && block < seen_end; block += kBlock) {
+      const int64_t begin = Products::kWholeBlocks || block > seen_begin ? block : seen_begin;
+      const int64_t end = block + kBlock < seen_end ? block + kBlock : seen_end;
+      const int64_t rows = end - begin, first = begin - range_begin;
       // scores = k q^T, dscores = v dout^T
-      MultiplyRows(rows, tile.columns, args.K, block_keys, key_dim, qt, scores);
-      MultiplyRows(rows, tile.columns, args.V, block_values, value_dim, doutt, dscores);
+      Products::Scores(first, rows, columns, args.K, keys, qt, scores);
+      Products::Scores(first, rows, columns, args.V, values, doutt, dscores);
       if (softcap) {
-        TileScoreGradients<Acc, true>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
+        TileScoreGradients<Products, Acc, true>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
       } else {
-        TileScoreGradients<Acc, false>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
+        TileScoreGradients<Products, Acc, false>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
       }
       // dv += (P Z)^T dout, dk += dS^T q, dq^T += k^T dS^T
-      Multiply<Into::kAdd>(rows, args.V, tile.columns, scores, kTileColumns, int64_t{1}, dout_rows, value_dim,
-                           dvalues + (begin - range_begin) * value_dim, value_dim);
-      Multiply<Into::kAdd>(rows, args.K, tile.columns, dscores, kTileColumns, int64_t{1}, q_rows, key_dim,
-                           dkeys + (begin - range_begin) * key_dim, key_dim);
-      Multiply<Into::kAdd>(args.K, tile.columns, rows, block_keys, int64_t{1}, key_dim, dscores, kTileColumns, dqt,
-                           kTileColumns);
+      Products::AddToKeys(first, rows, columns, args.V, scores, dout_rows, dvalues);
+      Products::AddToKeys(first, rows, columns, args.K, dscores, q_rows, dkeys);
+      Products::AddToQueries(first, rows, columns, args.K, range_size, keys, dscores, dqt);
     }
     bool whole = true;
     if (unit.first_state >= 0 && !unseen) {
@@ -242,6 +223,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
     }
   }
 
+  Products::Close();
   StoreTile(count, args.K, dkeys, key_dim,
             static_cast<Elem*>(args.dk) + ((k_bos + range_begin) * args.HK + unit.kv_head) * args.K, args.HK * args.K,
             final_scale);

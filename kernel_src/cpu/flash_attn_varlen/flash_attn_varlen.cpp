@@ -58,6 +58,7 @@
 #include "cpu/flash_attn_varlen/columns-inl.h"
 #include "cpu/flash_attn_varlen/products_matrix-inl.h"
 #include "cpu/flash_attn_varlen/fwd-inl.h"
+#include "cpu/flash_attn_varlen/bwd-inl.h"
 #include "cpu/simd/end_tier.h"
 #endif
 
@@ -74,15 +75,11 @@ struct Kernels {
 #define PACKFREE_KERNELS(tier, Elem, Acc) \
   Kernels { tier::ForwardUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>, tier::SinkGradientUnit<Elem, Acc> }
 
-// double runs in the scalar tier whatever the tier; only bf16 has kernels of its own in the tiers avx512_bf16 and, for the
-// forward, amx.
+// double runs in the scalar tier whatever the tier; only bf16 has kernels of its own in the tiers avx512_bf16 and amx.
 Kernels SelectKernels(Tier tier, Dtype dtype) {
   if (dtype == Dtype::kFloat64) return PACKFREE_KERNELS(scalar, double, double);
 #if PACKFREE_X86
-  if (tier == Tier::kAmx && dtype == Dtype::kBFloat16) {
-    return Kernels{amx::ForwardUnit<bf16, float>, avx512_bf16::BackwardUnit<bf16, float>,
-                   avx512_bf16::SinkGradientUnit<bf16, float>};
-  }
+  if (tier == Tier::kAmx && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(amx, bf16, float);
   if (tier == Tier::kAvx512Bf16 && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(avx512_bf16, bf16, float);
   if (tier >= Tier::kAvx512) {
     return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(avx512, float, float)

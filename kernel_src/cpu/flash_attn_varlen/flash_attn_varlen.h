@@ -126,11 +126,12 @@ inline int64_t TilesPerUnit(const AttentionArgs& args) {
   return tiles < 2 ? 2 : tiles > 16 ? 16 : tiles;
 }
 
-// Scratch of one worker, in elements of the accumulation type. Offsets are multiples of 16 elements.
+// Scratch of one worker, in elements of the accumulation type. Offsets are multiples of 16 elements. Operands of products
+// have room for both forms: widened, with a leading dimension of PaddedDim, or in the form of the matrix unit.
 struct ForwardScratch {
   int64_t keys, values, scores, rows, column_info, tiles, tile_size, total;
   explicit ForwardScratch(const AttentionArgs& args) {
-    const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
+    const int64_t key_dim = CeilDiv(args.K, 32) * 32, value_dim = CeilDiv(args.V, 32) * 32;
     const int64_t widest = key_dim > value_dim ? key_dim : value_dim;
     keys = 0;                                        // [kKeyBlock, key_dim]
     values = keys + kKeyBlock * key_dim;             // [kKeyBlock, value_dim]
@@ -144,9 +145,9 @@ struct ForwardScratch {
 };
 
 struct BackwardScratch {
-  int64_t keys, values, dkeys, dvalues, scores, dscores, q_rows, dout_rows, qt, doutt, dqt, column_info, total;
+  int64_t keys, values, dkeys, dvalues, scores, dscores, q_rows, dout_rows, out_rows, qt, doutt, dqt, column_info, total;
   explicit BackwardScratch(const AttentionArgs& args) {
-    const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V), range = KeyRange(args);
+    const int64_t key_dim = CeilDiv(args.K, 32) * 32, value_dim = CeilDiv(args.V, 32) * 32, range = KeyRange(args);
     keys = 0;                                         // [range, key_dim]
     values = keys + range * key_dim;                  // [range, value_dim]
     dkeys = values + range * value_dim;               // [range, key_dim]
@@ -155,7 +156,8 @@ struct BackwardScratch {
     dscores = scores + kKeyBlock * kTileColumns;      // [kKeyBlock, kTileColumns]
     q_rows = dscores + kKeyBlock * kTileColumns;      // [kTileColumns, key_dim]
     dout_rows = q_rows + kTileColumns * key_dim;      // [kTileColumns, value_dim]
-    qt = dout_rows + kTileColumns * value_dim;        // [key_dim, kTileColumns]
+    out_rows = dout_rows + kTileColumns * value_dim;  // [kTileColumns, value_dim]
+    qt = out_rows + kTileColumns * value_dim;         // [key_dim, kTileColumns]
     doutt = qt + kTileColumns * key_dim;              // [value_dim, kTileColumns]
     dqt = doutt + kTileColumns * value_dim;           // [key_dim, kTileColumns]
     column_info = dqt + kTileColumns * key_dim;       // lse, delta, key bounds and dropout keys of each column

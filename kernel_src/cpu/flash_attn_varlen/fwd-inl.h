@@ -1,9 +1,13 @@
 // Forward: out = softmax(mask(score)) v with the running maximum and denominator of online softmax, one query tile
 // against one block of keys at a time. Running values are kept in units of log2: score * log2(e).
 
+// A column's maximum advances only when it would grow by more than this (in units of log2), so probabilities reach 2^8
+// before they are divided by their sum and ot is rarely rescaled. Each column decides for itself.
+constexpr int kLazyGrowth = 8;
+
 // Folds a block of scores [rows, kTileColumns] into the columns [column, column + kRegisters * lanes): scores become
-// unnormalised probabilities, max and sum advance, ot is rescaled to the new maximum.
-template <class Acc, bool kSoftcap, int kRegisters>
+// unnormalised probabilities, max and sum advance, ot is rescaled where the maximum moved.
+template <class Products, class Acc, bool kSoftcap, int kRegisters>
 inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t column, int64_t key_begin,
                        int64_t rows, const ScoreScale<Acc>& scale, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
   constexpr int L = kLanes<Acc>;
@@ -30,30 +34,49 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
     // A column that has seen no key yet keeps the maximum -infinity; subtracting 0 keeps its probabilities 0.
     old[j] = Load<Acc>(max + column + j * L);
     top[j] = Max(old[j], top[j] * scale.outer);
+    top[j] = Select(top[j] <= old[j] + Acc(kLazyGrowth), old[j], top[j]);
     shift[j] = Select(top[j] == lowest, Zero<Acc>(), top[j]);
     decay[j] = Exp2<Acc>(old[j] - shift[j]);
     total[j] = Load<Acc>(sum + column + j * L) * decay[j];
     Store(max + column + j * L, top[j]);
   }
+  const bool dropout = args.dropout_p > 0;
   const uint32_t threshold = DropoutThreshold(args.dropout_p);
   const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
-  for (int64_t r = 0; r < rows; ++r) {
-    Acc* row = scores + r * kTileColumns + column;
-    Acc keep[kRegisters * L];
-    if (args.dropout_p > 0) {
-      DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key_begin + r), threshold, keep_scale,
-                       kRegisters * L, keep);
+  constexpr int kTogether = Products::kRowsTogether;
+  for (int64_t r = 0; r < rows; r += kTogether) {
+    Vec<Acc> p[kTogether][kRegisters];
+#pragma GCC unroll 2
+    for (int i = 0; i < kTogether; ++i) {
+      if (kTogether > 1 && r + i >= rows) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kRegisters; ++j) p[i][j] = Zero<Acc>();
+        continue;
+      }
+      const Acc* row = scores + (r + i) * kTileColumns + column;
+#pragma GCC unroll 4
+      for (int j = 0; j < kRegisters; ++j) {
+        p[i][j] = Exp2Any<Acc>(MulAdd(Load<Acc>(row + j * L), Set<Acc>(scale.outer), -shift[j]));
+        total[j] = total[j] + p[i][j];
+      }
+      if (dropout) {
+        Acc keep[kRegisters * L];
+        DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key_begin + r + i), threshold, keep_scale,
+                         kRegisters * L, keep);
+#pragma GCC unroll 4
+        for (int j = 0; j < kRegisters; ++j) p[i][j] = p[i][j] * Load<Acc>(keep + j * L);
+      }
     }
 #pragma GCC unroll 4
-    for (int j = 0; j < kRegisters; ++j) {
-      Vec<Acc> p = Exp2<Acc>(MulAdd(Load<Acc>(row + j * L), Set<Acc>(scale.outer), -shift[j]));
-      total[j] = total[j] + p;
-      if (args.dropout_p > 0) p = p * Load<Acc>(keep + j * L);
-      Store(row + j * L, p);
-    }
+    for (int j = 0; j < kRegisters; ++j) Products::StoreProbabilities(r, column + j * L, p[0][j], p[kTogether - 1][j], scores);
   }
+  Vec<Acc> moved = Zero<Acc>();
 #pragma GCC unroll 4
-  for (int j = 0; j < kRegisters; ++j) Store(sum + column + j * L, total[j]);
+  for (int j = 0; j < kRegisters; ++j) {
+    Store(sum + column + j * L, total[j]);
+    moved = Select(decay[j] == Set<Acc>(Acc(1)), moved, Set<Acc>(Acc(1)));
+  }
+  if (ReduceMax<Acc>(moved) == Acc(0)) return;
   for (int64_t d = 0; d < args.V; ++d) {
     Acc* row = ot + d * kTileColumns + column;
 #pragma GCC unroll 4
@@ -61,16 +84,16 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
   }
 }
 
-template <class Acc, bool kSoftcap>
+template <class Products, class Acc, bool kSoftcap>
 inline void FoldTile(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t key_begin, int64_t rows,
                      const ScoreScale<Acc>& scale, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
   constexpr int L = kLanes<Acc>;
   int64_t c = 0;
   for (; c + 4 * L <= tile.columns; c += 4 * L) {
-    FoldScores<Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
+    FoldScores<Products, Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
   }
   for (; c < tile.columns; c += L) {
-    FoldScores<Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
+    FoldScores<Products, Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
   }
 }
 
@@ -86,6 +109,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   const bool softcap = args.softcap > 0;
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   Acc* base = static_cast<Acc*>(scratch);
+  // The shapes of operands are those of vector registers; products_matrix-inl.h has the others.
   Acc* keys = base + layout.keys;      // [kKeyBlock, key_dim]
   Acc* values = base + layout.values;  // [kKeyBlock, value_dim]
   Acc* scores = base + layout.scores;  // [kKeyBlock, kTileColumns]
@@ -119,8 +143,9 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
     }
   }
 
-  for (int64_t block = some.begin / kKeyBlock * kKeyBlock; block < some.end; block += kKeyBlock) {
-    const int64_t block_end = block + kKeyBlock < some.end ? block + kKeyBlock : some.end;
+  constexpr int64_t kBlock = Products::kBlock;
+  for (int64_t block = some.begin / kBlock * kBlock; block < some.end; block += kBlock) {
+    const int64_t block_end = block + kBlock < some.end ? block + kBlock : some.end;
     Products::LoadKeys(block_end - block, args.K,
                       static_cast<const Elem*>(args.k.data) + (k_bos + block) * args.k.token_stride +
                           unit.kv_head * args.k.head_stride,
@@ -134,20 +159,24 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
       const int64_t seen_begin = tile.some.begin > block ? tile.some.begin : block;
       const int64_t end = tile.some.end < block_end ? tile.some.end : block_end;
       if (seen_begin >= end) continue;
-      const int64_t begin = Products::kWholeBlocks ? block : seen_begin;
       Acc* qt = base + layout.tiles + t * layout.tile_size;
       Acc* ot = qt + key_dim * kTileColumns;
       Acc* max = qt + layout.column_info;
       Acc* sum = max + kTileColumns;
-      // scores[key, query] = k[key] . q[query]
-      Products::Scores(begin - block, end - begin, tile.columns, args.K, keys, qt, scores);
-      if (softcap) {
-        FoldTile<Acc, true>(args, tile, begin, end - begin, scale, scores, max, sum, ot);
-      } else {
-        FoldTile<Acc, false>(args, tile, begin, end - begin, scale, scores, max, sum, ot);
+      constexpr int64_t kStep = Products::kKeysTogether;
+      for (int64_t step = block + (seen_begin - block) / kStep * kStep; step < end; step += kStep) {
+        const int64_t begin = Products::kWholeBlocks || step > seen_begin ? step : seen_begin;
+        const int64_t rows_end = step + kStep < end ? step + kStep : end, count = rows_end - begin;
+        // scores[key, query] = k[key] . q[query]
+        Products::Scores(begin - block, count, tile.columns, args.K, keys, qt, scores);
+        if (softcap) {
+          FoldTile<Products, Acc, true>(args, tile, begin, count, scale, scores, max, sum, ot);
+        } else {
+          FoldTile<Products, Acc, false>(args, tile, begin, count, scale, scores, max, sum, ot);
+        }
+        // ot[:, query] += v[key] p[key, query]
+        Products::AddValues(begin - block, count, tile.columns, args.V, values, scores, ot);
       }
-      // ot[:, query] += v[key] p[key, query]
-      Products::AddValues(begin - block, end - begin, tile.columns, args.V, values, scores, ot);
     }
   }
 

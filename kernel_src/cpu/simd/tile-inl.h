@@ -62,6 +62,7 @@ PACKFREE_INLINE V ButterflyHigh(V a, V b, std::integer_sequence<int, I...>) {
 template <int kStep, class Acc>
 PACKFREE_INLINE void TransposeStep(Vec<Acc>* rows) {
   constexpr int L = kLanes<Acc>;
+#pragma GCC unroll 16
   for (int i = 0; i < L; ++i) {
     if (i & kStep) continue;
     const Vec<Acc> a = rows[i], b = rows[i + kStep];
@@ -90,6 +91,15 @@ inline void LoadTileTransposed(int64_t rows, int64_t columns, const Elem* source
     for (int64_t c = 0; c < columns; c += L) {
       const int width = columns - c < L ? static_cast<int>(columns - c) : L;
       Vec<Acc> block[L];
+      // A whole block stays in registers.
+      if (present == L && width == L) {
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) block[i] = Load<Acc>(source + (r + i) * stride + c) * factor;
+        TransposeRegisters<Acc>(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < L; ++i) Store(tile + (c + i) * ld + r, block[i]);
+        continue;
+      }
       for (int i = 0; i < L; ++i) block[i] = Zero<Acc>();
       for (int i = 0; i < present; ++i) {
         const Elem* p = source + (r + i) * stride + c;

@@ -44,6 +44,14 @@ template <class V>
 PACKFREE_INLINE V Min(V a, V b) {
   return a < b ? a : b;
 }
+// The instruction takes b where a lane is NaN, as the text above does; compilers do not always see that.
+#if PACKFREE_TIER >= 2
+PACKFREE_INLINE Vec<float> Max(Vec<float> a, Vec<float> b) { return _mm512_maskz_max_ps((__mmask16)0xffff, a, b); }
+PACKFREE_INLINE Vec<float> Min(Vec<float> a, Vec<float> b) { return _mm512_maskz_min_ps((__mmask16)0xffff, a, b); }
+#elif PACKFREE_TIER == 1
+PACKFREE_INLINE Vec<float> Max(Vec<float> a, Vec<float> b) { return _mm256_max_ps(a, b); }
+PACKFREE_INLINE Vec<float> Min(Vec<float> a, Vec<float> b) { return _mm256_min_ps(a, b); }
+#endif
 // mask ? a : b, lane by lane. `mask` is the result of a comparison of two vectors.
 template <class Mask, class V>
 PACKFREE_INLINE V Select(Mask mask, V a, V b) {
