@@ -3,8 +3,8 @@
 //   dv = (P Z)^T dout    dP = Z (dout v^T)    dS = P (dP - delta)    dq = scale dS k    dk = scale dS^T q
 // and for a sink, a key whose value is 0: ds_aux = -sum over queries of P_sink delta.
 
-// Turns scores [rows, kTileColumns] into P Z and dscores, which holds dout v^T, into dS, both transposed and in the form
-// that Products wants, for the columns [column, column + kRegisters * lanes). lse is in units of log2.
+// Turns scores [rows, kTileColumns] into P Z and dscores, which holds dout v^T, into dS, both transposed and in the
+// form that Products wants, for the columns [column, column + kRegisters * lanes). lse is in units of log2.
 template <class Products, class Acc, bool kSoftcap, int kRegisters>
 inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t column, int64_t key_begin,
                            int64_t rows, const ScoreScale<Acc>& scale, const Acc* lse, const Acc* delta, Acc* scores,
@@ -89,8 +89,8 @@ PACKFREE_INLINE Acc RowDelta(const AttentionBackwardArgs& args, const Elem* dout
 // rows of out, `scratch` a block of scores.
 template <class Elem, class Acc>
 inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* out_rows, Acc* lse, Acc* delta,
-                             Acc* scratch) {
+                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* out_rows, Acc* lse,
+                             Acc* delta, Acc* scratch) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
   using Products = BackwardProducts<Elem, Acc>;
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);

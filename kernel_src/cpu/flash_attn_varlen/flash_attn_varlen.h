@@ -126,8 +126,8 @@ inline int64_t TilesPerUnit(const AttentionArgs& args) {
   return tiles < 2 ? 2 : tiles > 16 ? 16 : tiles;
 }
 
-// Scratch of one worker, in elements of the accumulation type. Offsets are multiples of 16 elements. Operands of products
-// have room for both forms: widened, with a leading dimension of PaddedDim, or in the form of the matrix unit.
+// Scratch of one worker, in elements of the accumulation type. Offsets are multiples of 16 elements. Operands of
+// products have room for both forms: widened, with a leading dimension of PaddedDim, or in the form of the matrix unit.
 struct ForwardScratch {
   int64_t keys, values, scores, rows, column_info, tiles, tile_size, total;
   explicit ForwardScratch(const AttentionArgs& args) {

@@ -1,10 +1,6 @@
 // Forward: out = softmax(mask(score)) v with the running maximum and denominator of online softmax, one query tile
 // against one block of keys at a time. Running values are kept in units of log2: score * log2(e).
 
-// A column's maximum advances only when it would grow by more than this (in units of log2), so probabilities reach 2^8
-// before they are divided by their sum and ot is rarely rescaled. Each column decides for itself.
-constexpr int kLazyGrowth = 8;
-
 // Folds a block of scores [rows, kTileColumns] into the columns [column, column + kRegisters * lanes): scores become
 // unnormalised probabilities, max and sum advance, ot is rescaled where the maximum moved.
 template <class Products, class Acc, bool kSoftcap, int kRegisters>
@@ -34,7 +30,8 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
     // A column that has seen no key yet keeps the maximum -infinity; subtracting 0 keeps its probabilities 0.
     old[j] = Load<Acc>(max + column + j * L);
     top[j] = Max(old[j], top[j] * scale.outer);
-    top[j] = Select(top[j] <= old[j] + Acc(kLazyGrowth), old[j], top[j]);
+    // Each column decides for itself.
+    top[j] = Select(top[j] <= old[j] + Acc(Products::kLag), old[j], top[j]);
     shift[j] = Select(top[j] == lowest, Zero<Acc>(), top[j]);
     decay[j] = Exp2<Acc>(old[j] - shift[j]);
     total[j] = Load<Acc>(sum + column + j * L) * decay[j];
@@ -68,7 +65,9 @@ inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, in
       }
     }
 #pragma GCC unroll 4
-    for (int j = 0; j < kRegisters; ++j) Products::StoreProbabilities(r, column + j * L, p[0][j], p[kTogether - 1][j], scores);
+    for (int j = 0; j < kRegisters; ++j) {
+      Products::StoreProbabilities(r, column + j * L, p[0][j], p[kTogether - 1][j], scores);
+    }
   }
   Vec<Acc> moved = Zero<Acc>();
 #pragma GCC unroll 4

@@ -2,11 +2,13 @@
 // in vector registers: everything is widened to Acc. products_matrix-inl.h is the same for the matrix unit.
 template <class Elem, class Acc>
 struct ForwardProducts {
-  // Keys that are loaded together, those of them that are folded together, and whether these are visited from the first one on even if no query sees
-  // it.
+  // Keys that are loaded together, those of them that are folded together, and whether these are visited from the first
+  // one on even if no query sees it.
   static constexpr int64_t kBlock = kKeyBlock;
   static constexpr int64_t kKeysTogether = kBlock;
   static constexpr bool kWholeBlocks = false;
+  // A column's running maximum advances when it would grow by more than this (in units of log2).
+  static constexpr int kLag = 0;
   // Rows of probabilities that StoreProbabilities takes together.
   static constexpr int kRowsTogether = 1;
 
@@ -62,8 +64,9 @@ struct BackwardProducts {
     LoadTile(rows, dim, source, stride, values, PaddedDim(dim));
   }
   // The rows of `source` behind each column of a tile, as they are and transposed (times `sign`).
-  static PACKFREE_INLINE void LoadQueries(const QueryTile<Acc>& tile, const HeadRows& source, int64_t bos, int64_t group,
-                                          int64_t kv_head, int64_t dim, Acc sign, Acc* rows, Acc* transposed) {
+  static PACKFREE_INLINE void LoadQueries(const QueryTile<Acc>& tile, const HeadRows& source, int64_t bos,
+                                          int64_t group, int64_t kv_head, int64_t dim, Acc sign, Acc* rows,
+                                          Acc* transposed) {
     LoadQueryRows<Elem>(tile, source, bos, group, kv_head, dim, rows, PaddedDim(dim));
     LoadTileTransposed(tile.columns, dim, rows, PaddedDim(dim), transposed, kTileColumns, sign);
   }

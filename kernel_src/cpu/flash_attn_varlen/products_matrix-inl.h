@@ -23,6 +23,8 @@ struct ForwardProducts {
   // Scores, tile and operands then nearly stay in the L1 cache.
   static constexpr int64_t kBlock = 2 * kKeyBlock;
   static constexpr int64_t kKeysTogether = 64;
+  // Rescaling is dear beside the products of the unit. A lag costs lse some eps of float, which bf16 does not see.
+  static constexpr int kLag = 8;
   static constexpr int kRowsTogether = 2;
   static_assert(kBlock % kKeysTogether == 0 && kKeysTogether % kMatrixDepth == 0 && kTileColumns == kMatrixColumns);
 

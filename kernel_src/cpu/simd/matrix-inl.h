@@ -148,10 +148,13 @@ inline void NarrowToPairs(int64_t rows, const float* source, int64_t ld, bf16* p
 inline void PairRows(int64_t rows, int64_t columns, const bf16* source, int64_t lds, bf16* pairs) {
   for (int64_t r = 0; r < rows; r += 2) {
     for (int64_t c = 0; c < columns; c += kLanes<float>) {
-      const __m256i even = _mm256_maskz_loadu_epi16((__mmask16)-1, source + r * lds + c);
-      const __m256i odd = _mm256_maskz_loadu_epi16((__mmask16)-1, source + (r + 1) * lds + c);
+      HalfVec even, odd;
+      __builtin_memcpy(&even, source + r * lds + c, sizeof(even));
+      __builtin_memcpy(&odd, source + (r + 1) * lds + c, sizeof(odd));
       StoreInterleaved(pairs + (r * kMatrixColumns + 2 * c),
-                       _mm512_maskz_inserti64x4((__mmask8)-1, _mm512_zextsi256_si512(even), odd, 1));
+                       (__m512i)__builtin_shufflevector(even, odd, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
+                                                        16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30,
+                                                        31));
     }
   }
 }
