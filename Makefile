@@ -17,7 +17,7 @@ $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "needs Python 3.11 or newer, as PYTHON=...")'
 	@echo "setup: making .venv and installing requirements.txt (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements.txt
 	@rm -f .venv/.ready-* && touch $@
 
 build: $(READY)
