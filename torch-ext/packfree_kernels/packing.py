@@ -78,7 +78,7 @@ def _type_of(value: object) -> str:
     return str(value.dtype).replace("torch.", "") if isinstance(value, Tensor) else repr(value)
 
 
-def _reads_values(tensor: Tensor) -> bool:
+def reads_values(tensor: Tensor) -> bool:
     """Whether boundary values may be looked at: free on a CPU, a sync on a GPU, impossible while tracing."""
     if torch.compiler.is_compiling() or tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor):
         return False
@@ -111,7 +111,7 @@ def check_cu_seqlens(
         raise type_error(op, argument, "be an int32 or int64 tensor", str(cu_seqlens.dtype).replace("torch.", ""))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise value_error(op, argument, "have shape [N + 1]", tuple(cu_seqlens.shape))
-    if _reads_values(cu_seqlens):
+    if reads_values(cu_seqlens):
         _check_offset_values(op, argument, cu_seqlens, tokens)
     return cu_seqlens.to(device=device, dtype=torch.int32)
 
@@ -154,7 +154,7 @@ def _cu_seqlens_from_starts(starts: Tensor) -> Tensor:
     """int32 offsets from the bool marks ``[B, T]`` of first tokens; compact where values may be read."""
     flat = starts.reshape(-1)
     tokens = flat.shape[0]
-    if _reads_values(flat):
+    if reads_values(flat):
         offsets = flat.nonzero().squeeze(-1)
         return torch.cat([offsets, offsets.new_full((1,), tokens)]).to(torch.int32)
     # Static shape, no sync: sorting puts the starts first and leaves T (an empty sequence) in every other place.
@@ -195,7 +195,7 @@ def _packing_from_seq_idx(op: str, seq_idx: Tensor, batch: int, length: int, dev
         raise value_error(op, "seq_idx", f"have shape [B, T] = {(batch, length)}", tuple(seq_idx.shape))
     if seq_idx.device != device:
         seq_idx = seq_idx.to(device)
-    readable = _reads_values(seq_idx)
+    readable = reads_values(seq_idx)
     tokens = batch * length
     if readable and tokens:
         _check_labels(op, seq_idx)
@@ -236,7 +236,7 @@ def _check_labels(op: str, seq_idx: Tensor) -> None:
         )
 
 
-def _same_boundaries(left: Tensor, right: Tensor) -> bool:
+def same_boundaries(left: Tensor, right: Tensor) -> bool:
     """Whether two offset tensors cut the tokens alike; empty sequences make no difference."""
     return torch.equal(torch.unique_consecutive(left), torch.unique_consecutive(right))
 
@@ -276,10 +276,9 @@ def resolve_packing(
         if batch != 1:
             raise value_error(op, "cu_seqlens", "come with a batch of one packed row", f"a batch of {batch} rows")
         offsets = check_cu_seqlens(op, cu_seqlens, tokens, device)
-        if packing is not None and _reads_values(offsets) and not _same_boundaries(offsets, packing.cu_seqlens):
-            raise value_error(
-                op, "seq_idx", f"cut the row where cu_seqlens does, at {_brief(offsets)}", _brief(packing.cu_seqlens)
-            )
+        if packing is not None and reads_values(offsets) and not same_boundaries(offsets, packing.cu_seqlens):
+            must = f"cut the row where cu_seqlens does, at {brief_offsets(offsets)}"
+            raise value_error(op, "seq_idx", must, brief_offsets(packing.cu_seqlens))
         packing = Packing(offsets, tokens)
     if packing is not None:
         return packing
@@ -289,7 +288,8 @@ def resolve_packing(
     return Packing(torch.arange(batch + 1, device=device, dtype=torch.int32) * length, tokens)
 
 
-def _brief(offsets: Tensor, most: int = 8) -> str:
+def brief_offsets(offsets: Tensor, most: int = 8) -> str:
+    """``offsets`` for an error text, cut after ``most`` of them; reads the values."""
     values: List[int] = offsets.tolist()
     return str(values) if len(values) <= most else f"[{', '.join(map(str, values[:most]))}, ... {len(values)} offsets]"
 

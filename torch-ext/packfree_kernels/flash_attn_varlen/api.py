@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._checks import check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
 from .._ops import ops
-from ..packing import Boundaries, _reads_values, check_cu_seqlens
+from ..packing import Boundaries, check_cu_seqlens, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -170,12 +170,12 @@ def _check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
 
 def _check_longest(op: str, argument: str, longest: Optional[Union[int, Tensor]], cu_seqlens: Tensor) -> None:
     """A stated longest length covers the true one. Looked at only where that costs no sync and breaks no graph."""
-    if longest is None or torch.compiler.is_compiling() or not _reads_values(cu_seqlens):
+    if longest is None or torch.compiler.is_compiling() or not reads_values(cu_seqlens):
         return
     if isinstance(longest, Tensor):
         if longest.numel() != 1:
             raise value_error(op, argument, "be an int or a tensor of one element", f"shape {tuple(longest.shape)}")
-        if not _reads_values(longest):
+        if not reads_values(longest):
             return
         longest = int(longest)
     true_longest = int(torch.diff(cu_seqlens).max()) if cu_seqlens.shape[0] > 1 else 0

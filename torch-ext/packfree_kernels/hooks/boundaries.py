@@ -84,10 +84,10 @@ def _explicit(op: str, call: Call, batch: _Batch) -> Tensor:
     if cu_seqlens is None:
         return labelled
     cu_seqlens = packing.check_cu_seqlens(op, cu_seqlens, rows * length, device, argument="cu_seq_lens_q")
-    if packing._reads_values(cu_seqlens):
-        if labelled is not None and not packing._same_boundaries(cu_seqlens, labelled):
-            must = f"cut the row where cu_seq_lens_q {packing._brief(cu_seqlens)} does"
-            raise value_error(op, "seq_idx", must, f"cuts at {packing._brief(labelled)}")
+    if packing.reads_values(cu_seqlens):
+        if labelled is not None and not packing.same_boundaries(cu_seqlens, labelled):
+            must = f"cut the row where cu_seq_lens_q {packing.brief_offsets(cu_seqlens)} does"
+            raise value_error(op, "seq_idx", must, f"cuts at {packing.brief_offsets(labelled)}")
         if rows > 1 and not set(range(0, rows * length, length)).issubset(cu_seqlens.tolist()):
             raise value_error(op, "cu_seq_lens_q", f"cut at the end of each of the {rows} rows", cu_seqlens.tolist())
     return cu_seqlens
@@ -105,7 +105,7 @@ def _allows_packing(op: str, call: Call, cu_seqlens: Tensor, batch: _Batch) -> b
     cache = _cache_argument(call)
     if cache is None:
         return True
-    if packing._reads_values(cu_seqlens) and torch.unique_consecutive(cu_seqlens).tolist() == [
+    if packing.reads_values(cu_seqlens) and torch.unique_consecutive(cu_seqlens).tolist() == [
         0,
         batch.rows * batch.length,
     ]:
@@ -120,7 +120,7 @@ def _cache_error(op: str, call: Call, cache: str) -> ValueError:
 
 def _masks_something(mask: Tensor) -> bool:
     """Whether a ``[B, T]`` mask hides a token. While tracing, the graph gets the check and fails where it does."""
-    if packing._reads_values(mask):
+    if packing.reads_values(mask):
         return not bool(mask.all())
     torch._assert_async(mask.bool().all(), "attention_mask must mask nothing in a packed call")
     return False
@@ -164,7 +164,7 @@ def _from_positions(model: Any, op: str, call: Call, batch: _Batch) -> Optional[
     starts = packing.starts_from_position_ids(positions)
     mask = call.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == starts.shape else None
-    if not packing._reads_values(positions):
+    if not packing.reads_values(positions):
         return _from_traced_positions(op, call, batch, positions, starts, mask, cache)
     # Padding starts "sequences" of its own; what counts is where real tokens start.
     real_starts = starts if mask is None else starts & mask.bool()
@@ -196,7 +196,7 @@ def _complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens:
     rows, length, _ = batch
     seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, rows * length).view(rows, length)
     max_length = (
-        int(torch.diff(cu_seqlens).max()) if packing._reads_values(cu_seqlens) and cu_seqlens.shape[0] > 1 else length
+        int(torch.diff(cu_seqlens).max()) if packing.reads_values(cu_seqlens) and cu_seqlens.shape[0] > 1 else length
     )
     config = internals.text_config(model)
     if (
@@ -236,7 +236,7 @@ def _check_positions(model: Any, op: str, call: Call, cu_seqlens: Tensor, batch:
     if positions is None or (positions.dim() == 3 and positions.shape[0] == 3):
         got = None if positions is None else "3 rows without a text row"
         raise value_error(op, "position_ids", f"hold text positions in a packed call under {attention} attention", got)
-    if packing._reads_values(positions):
+    if packing.reads_values(positions):
         first = cu_seqlens[cu_seqlens < batch.rows * batch.length].long()
         if not bool(packing.starts_from_position_ids(positions).reshape(-1)[first].all()):
             must = f"start again at each sample in a packed call under {attention} attention"
