@@ -114,6 +114,7 @@ Buffer NewBuffer(int64_t bytes) {
 
 // Zeroes the rows of a contiguous tensor [tokens, row] from token `from` on.
 void ClearRows(void* data, int64_t from, int64_t tokens, int64_t row_bytes) {
+  if (from >= tokens) return;  // an empty tensor has no address, which memset does not take even for 0 bytes
   std::memset(static_cast<char*>(data) + from * row_bytes, 0, static_cast<size_t>((tokens - from) * row_bytes));
 }
 
