@@ -1,86 +1,17 @@
 """flash_attn_varlen: against its reference, and packed against alone."""
 
 import inspect
-from dataclasses import dataclass
-from typing import Tuple
 
 import pytest
 import torch
 
 from tests.harness import properties
-from tests.harness.kernel import load_kernel
 from tests.harness.packings import SMALL, Pack, catalogue
-from tests.harness.properties import OpUnderTest, assert_same_bits
+from tests.harness.properties import assert_same_bits
 from tests.harness.tolerance import check_close
+from tests.ops.flash_attn_varlen import CASES, Case, op_under_test
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@dataclass(frozen=True)
-class Case:
-    why: str
-    heads: Tuple[int, int] = (4, 2)  # query heads, key/value heads
-    dims: Tuple[int, int] = (32, 32)  # key dim, value dim
-    causal: bool = True
-    window: Tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    sinks: bool = False
-    query_scale: float = 1.0
-
-    def __str__(self) -> str:
-        return self.why.replace(" ", "_")
-
-    @property
-    def settings(self):
-        return dict(causal=self.causal, window_size=self.window, softcap=self.softcap)
-
-
-CASES = [
-    Case("grouped causal"),
-    Case("one head each bidirectional", heads=(2, 2), causal=False),
-    Case("one key head for all", heads=(5, 1), dims=(16, 8)),
-    Case("odd dims", dims=(17, 5)),
-    Case("dim one", heads=(2, 1), dims=(1, 1)),
-    Case("window", window=(9, 0)),
-    Case("window both ways with sinks", causal=False, window=(3, 5), sinks=True),
-    Case("softcap", softcap=5.0, query_scale=4.0),
-    Case("sinks softcap window", softcap=5.0, window=(7, 7), sinks=True, query_scale=4.0),
-]
-
-
-def op_under_test(case: Case) -> OpUnderTest:
-    kernel = load_kernel()
-    (heads, kv_heads), (key_dim, value_dim) = case.heads, case.dims
-
-    def make(pack: Pack, dtype: torch.dtype):
-        inputs = {
-            "q": (torch.randn(pack.tokens, heads, key_dim) * case.query_scale).to(dtype),
-            "k": torch.randn(pack.tokens, kv_heads, key_dim).to(dtype),
-            "v": torch.randn(pack.tokens, kv_heads, value_dim).to(dtype),
-        }
-        if case.sinks:
-            inputs["s_aux"] = torch.randn(heads).to(dtype)
-        return inputs
-
-    def run(inputs, **boundaries):
-        out, lse, _ = kernel.flash_attn_varlen_func(**inputs, **boundaries, **case.settings, return_attn_probs=True)
-        return {"out": out, "lse": lse}
-
-    def reference(inputs, cu_seqlens):
-        out, lse = kernel.flash_attn_varlen.flash_attn_varlen_reference(
-            inputs["q"], inputs["k"], inputs["v"], cu_seqlens, cu_seqlens, s_aux=inputs.get("s_aux"), **case.settings
-        )
-        return {"out": out, "lse": lse}
-
-    return OpUnderTest(
-        "flash_attn_varlen",
-        make,
-        run,
-        reference,
-        {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 1},
-        spellings=("cu_seqlens",),
-        rename={"cu_seqlens": ("cu_seqlens_q",)},
-    )
 
 
 @pytest.mark.kernels_ci

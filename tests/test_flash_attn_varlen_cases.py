@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.harness import properties
 from tests.harness.packings import Pack
 from tests.harness.properties import assert_same_bits
-from tests.test_flash_attn_varlen import Case, op_under_test
+from tests.ops.flash_attn_varlen import Case, op_under_test
 
 
 def per_sequence(kernel, q, k, v, offsets_q, offsets_k, **settings):

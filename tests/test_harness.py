@@ -5,7 +5,7 @@ import torch
 
 from tests.harness import properties
 from tests.harness.packings import Pack
-from tests.test_causal_conv1d import Case, op_under_test
+from tests.ops.causal_conv1d import Case, op_under_test
 
 PACK = Pack("ragged", (5, 9, 17, 3))
 

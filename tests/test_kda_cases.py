@@ -9,7 +9,7 @@ import torch
 from tests.harness import properties
 from tests.harness.packings import Pack
 from tests.harness.properties import assert_same_bits, run_with_gradients
-from tests.test_kda import CASES, FUNCTIONS, Case, op_under_test, small_inputs
+from tests.ops.kda import CASES, FUNCTIONS, Case, op_under_test, small_inputs
 
 
 def per_sequence(function, inputs, offsets, **options):

@@ -2,101 +2,18 @@
 
 import importlib
 import inspect
-from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.harness import properties
-from tests.harness.kernel import load_kernel
 from tests.harness.packings import SMALL, Pack, catalogue
-from tests.harness.properties import OpUnderTest, assert_same_bits, run_with_gradients
+from tests.harness.properties import assert_same_bits, run_with_gradients
+from tests.ops import mamba1_inner
+from tests.ops.mamba1_inner import mixer
+from tests.ops.mamba1_scan import CASES, EDGE, Case, op_under_test
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EDGE = 32  # tokens of a block of the kernel
-
-
-@dataclass(frozen=True)
-class Case:
-    why: str
-    channels: int = 19
-    states: int = 5
-    groups: int = 1
-    fixed_B: bool = False
-    fixed_C: bool = False
-    skip: bool = True
-    gate: bool = True
-    bias: bool = True
-    softplus: bool = True
-    initial: bool = True
-    channels_last: bool = True
-
-    def __str__(self) -> str:
-        return self.why.replace(" ", "_")
-
-
-CASES = [
-    Case("channel-last"),
-    Case("token-contiguous", channels_last=False, states=4),
-    Case("bare", skip=False, gate=False, bias=False, softplus=False, initial=False),
-    Case("fixed B and C", channels=6, fixed_B=True, fixed_C=True),
-    Case("fixed B", channels=6, fixed_B=True, channels_last=False),
-    Case("fixed C", channels=6, fixed_C=True),
-    Case("groups", channels=6, groups=3, states=2),
-    Case("one channel one state", channels=1, states=1),
-    Case("more than one channel block", channels=131, states=16),
-]
-
-
-def op_under_test(case: Case) -> OpUnderTest:
-    kernel = load_kernel()
-    token_axis = {"u": 2, "delta": 2, "z": 2, "y": 2}
-    token_axis.update({name: 3 for name, fixed in (("B", case.fixed_B), ("C", case.fixed_C)) if not fixed})
-
-    def make(pack: Pack, dtype: torch.dtype):
-        def stream(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor if case.channels_last else tensor.transpose(1, 2).contiguous().transpose(1, 2)
-            return tensor.to(dtype).transpose(1, 2)
-
-        def coefficients(fixed: bool) -> torch.Tensor:
-            if fixed:
-                return torch.randn(case.channels, case.states).to(dtype)
-            return torch.randn(1, case.groups, case.states, pack.tokens).to(dtype)
-
-        shape = (1, pack.tokens, case.channels)
-        inputs = {
-            "u": stream(torch.randn(shape)),
-            "delta": stream(torch.randn(shape) if case.softplus else torch.rand(shape)),
-            "A": -torch.rand(case.channels, case.states).mul(2).exp().to(dtype),
-            "B": coefficients(case.fixed_B),
-            "C": coefficients(case.fixed_C),
-        }
-        if case.skip:
-            inputs["D"] = torch.randn(case.channels).to(dtype)
-        if case.gate:
-            inputs["z"] = stream(torch.randn(shape))
-        if case.bias:
-            inputs["delta_bias"] = torch.randn(case.channels).to(dtype)
-        if case.initial:
-            inputs["initial_states"] = torch.randn(len(pack.lengths), case.channels, case.states).to(dtype)
-        return inputs
-
-    def run(inputs, **boundaries):
-        y, last = kernel.selective_scan_fn(**inputs, **boundaries, delta_softplus=case.softplus, return_last_state=True)
-        return {"y": y, "last_states": last}
-
-    def reference(inputs, cu_seqlens):
-        def row(name):
-            return inputs[name][0] if name in token_axis and name in inputs else inputs.get(name)
-
-        names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
-        y, last = kernel.mamba1_scan.selective_scan_reference(
-            *map(row, names), case.softplus, cu_seqlens, inputs.get("initial_states")
-        )
-        return {"y": y[None], "last_states": last}
-
-    return OpUnderTest("mamba1_scan", make, run, reference, token_axis, states=("initial_states", "last_states"))
 
 
 @pytest.mark.kernels_ci
@@ -258,64 +175,15 @@ def test_agrees_with_transformers(kernel):
 # ---- mamba_inner_fn ----
 
 
-def mixer(norms: bool, dtype=torch.float32, channels=8, states=4, rank=3, hidden=6, width=4):
-    """Parameters of a mixer, by the names of mamba_inner_fn."""
-    parameters = {
-        "conv1d_weight": torch.randn(channels, 1, width),
-        "conv1d_bias": torch.randn(channels),
-        "x_proj_weight": torch.randn(rank + 2 * states, channels),
-        "delta_proj_weight": torch.randn(channels, rank),
-        "out_proj_weight": torch.randn(hidden, channels),
-        "out_proj_bias": torch.randn(hidden),
-        "A": -torch.rand(channels, states).mul(2).exp(),
-        "D": torch.randn(channels),
-        "delta_bias": torch.randn(channels),
-    }
-    if norms:
-        sizes = {"b_rms_weight": states, "c_rms_weight": states, "dt_rms_weight": channels}
-        parameters.update({name: torch.rand(size) + 0.5 for name, size in sizes.items()})
-    return {name: value.to(dtype) for name, value in parameters.items()}
-
-
-def inner_reference(kernel, inputs):
-    """One sequence in plain torch, written from the formula."""
-    inputs = dict(inputs)
-    x, z = inputs.pop("xz")[0].chunk(2)
-    weight = inputs["conv1d_weight"]
-    x = F.conv1d(F.pad(x, (weight.shape[-1] - 1, 0))[None], weight, inputs["conv1d_bias"], groups=x.shape[0])[0]
-    x = F.silu(x)
-    rank, states = inputs["delta_proj_weight"].shape[1], inputs["A"].shape[1]
-    dt, B, C = (inputs["x_proj_weight"] @ x).split([rank, states, states])
-
-    def norm(name, value):
-        weight = inputs.get(name)
-        scale = torch.rsqrt(value.square().mean(0, keepdim=True) + 1e-6)
-        return value if weight is None else weight[:, None] * value * scale
-
-    delta = norm("dt_rms_weight", inputs["delta_proj_weight"] @ dt)
-    B, C = norm("b_rms_weight", B)[None], norm("c_rms_weight", C)[None]
-    whole = torch.tensor([0, x.shape[1]])
-    y, _ = kernel.mamba1_scan.selective_scan_reference(
-        x, delta, inputs["A"], B, C, inputs["D"], z, inputs["delta_bias"], True, whole
-    )
-    return (y.t() @ inputs["out_proj_weight"].t() + inputs["out_proj_bias"])[None]
-
-
-@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
-def test_inner_matches_reference_packed(kernel, norms):
+@pytest.mark.parametrize("norms", mamba1_inner.CASES, ids=["plain", "norms"])
+def test_inner_matches_reference_packed(norms):
     """C05's second half: every gradient equals the sum over the samples alone."""
-    pack = Pack("packed", (3, 5, 4))
-    inputs = {"xz": torch.randn(1, 16, pack.tokens), **mixer(norms)}
-    weights = {"out": torch.randn(1, pack.tokens, 6, dtype=torch.float64)}
-    ours = run_with_gradients(
-        lambda leaves: {"out": kernel.mamba_inner_fn(**leaves, position_ids=pack.position_ids)}, inputs, weights
+    op, pack = mamba1_inner.op_under_test(norms), Pack("packed", (3, 5, 4))
+    inputs = op.make(pack, torch.float32)
+    ours = run_with_gradients(lambda leaves: op.run(leaves, position_ids=pack.position_ids), inputs)
+    truth = run_with_gradients(
+        lambda leaves: op.reference(leaves, pack.cu_seqlens), properties.cast(inputs, torch.float64)
     )
-
-    def alone(leaves):
-        pieces = [leaves["xz"][:, :, bos:eos] for bos, eos in zip(pack.offsets, pack.offsets[1:])]
-        return {"out": torch.cat([inner_reference(kernel, {**leaves, "xz": piece}) for piece in pieces], 1)}
-
-    truth = run_with_gradients(alone, properties.cast(inputs, torch.float64), weights)
     assert ours.keys() == truth.keys()
     for name, value in ours.items():
         scale = float(truth[name].abs().max())

@@ -5,7 +5,8 @@ import torch
 
 from tests.harness.packings import Pack
 from tests.harness.properties import assert_same_bits
-from tests.test_mamba2_scan import CASES, DTYPES, between, op_under_test
+from tests.ops.mamba2_scan import CASES, op_under_test
+from tests.test_mamba2_scan import DTYPES, between
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

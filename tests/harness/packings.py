@@ -1,6 +1,7 @@
 """One catalogue of packings for every op."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import List, Tuple
 
 import torch
@@ -19,7 +20,7 @@ class Pack:
     def tokens(self) -> int:
         return sum(self.lengths) + self.padding
 
-    @property
+    @cached_property
     def offsets(self) -> List[int]:
         offsets = [0]
         for length in self.lengths:

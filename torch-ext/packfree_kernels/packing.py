@@ -67,11 +67,19 @@ class Packing:
 
         Padding at the end needs no help: the kernels write 0 there.
         """
-        if self.live is None:
-            return output
-        shape = [1] * output.dim()
-        shape[0], shape[time_dim] = output.shape[0], output.shape[time_dim]
-        return torch.where(self.live.view(shape), output, 0)
+        return output if self.live is None else _keep(self.live, output, time_dim)
+
+    def mask_all_padding(self, tensor: Tensor, time_dim: int) -> Tensor:
+        """``tensor`` ``[B, ..., T, ...]`` with 0 on all padding, for what goes past the kernels."""
+        before_end = torch.arange(self.tokens, device=tensor.device) < self.cu_seqlens[-1]
+        return _keep(before_end if self.live is None else before_end & self.live, tensor, time_dim)
+
+
+def _keep(live: Tensor, tensor: Tensor, time_dim: int) -> Tensor:
+    """``tensor`` ``[B, ..., T, ...]`` where ``live`` ``[B * T]``, and 0 elsewhere."""
+    shape = [1] * tensor.dim()
+    shape[0], shape[time_dim] = tensor.shape[0], tensor.shape[time_dim]
+    return torch.where(live.view(shape), tensor, 0)
 
 
 def _type_of(value: object) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._checks import check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
 from ..causal_conv1d import causal_conv1d_fn
-from ..packing import Boundaries
+from ..packing import Boundaries, resolve_packing
 from .api import check_chunk_size, mamba_chunk_scan_combined
 
 _OP = "mamba_split_conv1d_scan_combined"
@@ -129,7 +129,8 @@ def mamba_split_conv1d_scan_combined(
     if rmsnorm_weight is not None:
         out = _gated_norm(out, z, rmsnorm_weight, rmsnorm_eps, ngroups, norm_before_gate)
     if beside:
-        gate, value = mlp.chunk(2, dim=-1)
+        packing = resolve_packing(_OP, batch, length, zxbcdt.device, **boundaries)
+        gate, value = packing.mask_all_padding(mlp, time_dim=1).chunk(2, dim=-1)
         out = torch.cat([F.silu(gate) * value, out], dim=-1)
     if outproj_weight is not None:
         out = F.linear(out, outproj_weight, outproj_bias)
