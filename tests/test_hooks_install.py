@@ -348,35 +348,6 @@ def test_model_that_counts_positions_itself_is_refused():
         model(**pack(setting="cu_seq_lens"))
 
 
-def zeros_at_the_end(tokens=35):
-    mask = torch.ones(1, tokens, dtype=torch.long)
-    mask[0, -2:] = 0
-    return mask
-
-
-BAD_CALLS = {
-    "mask beside positions": (dict(attention_mask=zeros_at_the_end()), "position_ids", "attention_mask"),
-    "mask beside boundaries": (dict(attention_mask=zeros_at_the_end()), "seq_idx", "attention_mask"),
-    "mask of another shape": (dict(attention_mask=torch.ones(1, 1, 35, 35)), "seq_idx", "attention_mask"),
-    "cache beside positions": (dict(use_cache=True), "position_ids", "use_cache"),
-    "cache beside boundaries": (dict(use_cache=True), "cu_seq_lens", "use_cache"),
-    "offsets past the end": (dict(cu_seq_lens_q=torch.tensor([0, 5, 40])), "position_ids", "cu_seq_lens_q"),
-    "offsets that fall": (dict(cu_seq_lens_q=torch.tensor([0, 9, 5, 35])), "position_ids", "cu_seq_lens_q"),
-    "offsets against labels": (dict(cu_seq_lens_q=torch.tensor([0, 5, 35])), "seq_idx", "seq_idx"),
-    "positions as labels": (dict(seq_idx=torch.tensor([[0, 1, 2, 3, 4, 0, 1] + [5] * 28])), "position_ids", "seq_idx"),
-    "labels as floats": (dict(seq_idx=torch.zeros(1, 35)), "position_ids", "seq_idx"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_bad_calls_name_the_argument(case):
-    extra, setting, argument = BAD_CALLS[case]
-    for model_type in ("llama", "lfm2"):
-        model = load(model_type)
-        with pytest.raises((ValueError, TypeError), match=f"{type(model).__name__}: {argument}"):
-            model(**{**pack(model_type, setting), **extra})
-
-
 def test_mask_attention_needs_positions_that_show_the_samples():
     """Under eager attention only position_ids cut the row, so boundaries that they do not show are refused."""
     model = build("qwen3_5_text", "eager")

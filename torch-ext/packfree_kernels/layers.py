@@ -61,7 +61,7 @@ class causal_conv1d_fn(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """hidden_states ``[B, D, T]``, weight ``[D, W]``, bias ``[D]`` -> ``[B, D, T]``."""
-        cuts = _explicit_boundaries(hidden_states.shape[0], hidden_states.shape[2], kwargs)
+        cuts = _explicit_boundaries("causal_conv1d_fn", hidden_states.shape[0], hidden_states.shape[2], kwargs)
         return _causal_conv1d_fn(hidden_states, weight, bias, activation=activation, **cuts)
 
 
@@ -110,7 +110,7 @@ class chunk_gated_delta_rule(nn.Module):
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **_explicit_boundaries(query.shape[0], query.shape[1], kwargs),
+            **_explicit_boundaries("chunk_gated_delta_rule", query.shape[0], query.shape[1], kwargs),
         )
 
 
@@ -141,7 +141,7 @@ class fused_recurrent_gated_delta_rule(nn.Module):
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **_explicit_boundaries(query.shape[0], query.shape[1], kwargs),
+            **_explicit_boundaries("fused_recurrent_gated_delta_rule", query.shape[0], query.shape[1], kwargs),
         )
 
 
@@ -173,7 +173,7 @@ class chunk_kda(nn.Module):
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **_explicit_boundaries(query.shape[0], query.shape[1], kwargs),
+            **_explicit_boundaries("chunk_kda", query.shape[0], query.shape[1], kwargs),
         )
 
 
@@ -204,7 +204,7 @@ class fused_recurrent_kda(nn.Module):
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **_explicit_boundaries(query.shape[0], query.shape[1], kwargs),
+            **_explicit_boundaries("fused_recurrent_kda", query.shape[0], query.shape[1], kwargs),
         )
 
 
@@ -244,7 +244,7 @@ class mamba_chunk_scan_combined(nn.Module):
             dt_softplus=dt_softplus,
             dt_limit=dt_limit,
             return_final_states=return_final_states,
-            **_explicit_boundaries(hidden_states.shape[0], hidden_states.shape[1], kwargs),
+            **_explicit_boundaries("mamba_chunk_scan_combined", hidden_states.shape[0], hidden_states.shape[1], kwargs),
         )
 
 
@@ -342,7 +342,7 @@ class selective_scan_fn(nn.Module):
             delta_bias=delta_bias,
             delta_softplus=delta_softplus,
             return_last_state=return_last_state,
-            **_explicit_boundaries(hidden_states.shape[0], hidden_states.shape[2], kwargs),
+            **_explicit_boundaries("selective_scan_fn", hidden_states.shape[0], hidden_states.shape[2], kwargs),
         )
 
 

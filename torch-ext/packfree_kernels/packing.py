@@ -107,21 +107,32 @@ def check_cu_seqlens(
 
     Raises:
         TypeError: not an integer tensor or a sequence of ints.
-        ValueError: wrong shape, or offsets that start above 0, decrease, or pass ``tokens``.
+        ValueError: wrong shape, offsets that start elsewhere than at 0, decrease, or pass ``tokens``, or a meta tensor
+            beside tokens that are none.
     """
     if not isinstance(cu_seqlens, Tensor):
-        if isinstance(cu_seqlens, (str, bytes)) or not all(
-            isinstance(value, int) and not isinstance(value, bool) for value in cu_seqlens
-        ):
+        listed = isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes))
+        if not listed or not all(isinstance(value, int) and not isinstance(value, bool) for value in cu_seqlens):
             raise type_error(op, argument, "be an integer tensor or a list of ints", repr(cu_seqlens))
         cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int64)
     if cu_seqlens.dtype not in _INTEGER_DTYPES:
         raise type_error(op, argument, "be an int32 or int64 tensor", str(cu_seqlens.dtype).replace("torch.", ""))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise value_error(op, argument, "have shape [N + 1]", tuple(cu_seqlens.shape))
-    if reads_values(cu_seqlens):
-        _check_offset_values(op, argument, cu_seqlens, tokens)
-    return cu_seqlens.to(device=device, dtype=torch.int32)
+    moved = _move(op, argument, cu_seqlens, device)
+    # On whichever side looking costs nothing.
+    for offsets in (cu_seqlens, moved):
+        if reads_values(offsets):
+            _check_offset_values(op, argument, offsets, tokens)
+            break
+    return moved.to(torch.int32)
+
+
+def _move(op: str, argument: str, boundaries: Tensor, device: torch.device) -> Tensor:
+    """``boundaries`` on the tokens' device."""
+    if boundaries.is_meta and device.type != "meta":
+        raise value_error(op, argument, f"hold values to go with tokens on {device}", "a meta tensor")
+    return boundaries if boundaries.device == device else boundaries.to(device)
 
 
 def _check_offset_values(op: str, argument: str, cu_seqlens: Tensor, tokens: int) -> None:
@@ -136,6 +147,16 @@ def _check_offset_values(op: str, argument: str, cu_seqlens: Tensor, tokens: int
     last = int(cu_seqlens[-1])
     if last > tokens:
         raise value_error(op, argument, f"end at the number of tokens ({tokens}) or before", last)
+
+
+def check_rows_are_cut(op: str, cu_seqlens: Tensor, rows: int, length: int, argument: str = "cu_seqlens") -> None:
+    """Offsets over ``rows`` rows of ``length`` tokens, read one after the other, cut where each row ends.
+
+    Raises:
+        ValueError: they do not (where values may be read).
+    """
+    if rows > 1 and reads_values(cu_seqlens) and not set(range(0, rows * length, length)) <= set(cu_seqlens.tolist()):
+        raise value_error(op, argument, f"cut at the end of each of the {rows} rows", brief_offsets(cu_seqlens))
 
 
 def starts_from_position_ids(position_ids: Tensor) -> Tensor:
@@ -201,12 +222,11 @@ def _packing_from_seq_idx(op: str, seq_idx: Tensor, batch: int, length: int, dev
         raise type_error(op, "seq_idx", "be an int32 or int64 tensor", _type_of(seq_idx))
     if tuple(seq_idx.shape) != (batch, length):
         raise value_error(op, "seq_idx", f"have shape [B, T] = {(batch, length)}", tuple(seq_idx.shape))
-    if seq_idx.device != device:
-        seq_idx = seq_idx.to(device)
+    given, seq_idx = seq_idx, _move(op, "seq_idx", seq_idx, device)
     readable = reads_values(seq_idx)
     tokens = batch * length
-    if readable and tokens:
-        _check_labels(op, seq_idx)
+    if tokens and (readable or reads_values(given)):
+        _check_labels(op, seq_idx if readable else given)
     padding = seq_idx < 0
     changes = seq_idx[:, 1:] != seq_idx[:, :-1]
     # One stretch of padding is one stretch, whatever negative labels it carries.
@@ -274,7 +294,8 @@ def resolve_packing(
 
     Raises:
         TypeError: a boundary argument of the wrong type or dtype.
-        ValueError: a shape that does not fit, offsets or labels that are malformed, or explicit ones that disagree.
+        ValueError: a shape that does not fit, offsets or labels that are malformed, explicit ones that disagree, or a
+            meta tensor beside tokens that are none.
     """
     tokens = batch * length
     packing: Optional[Packing] = None
@@ -292,7 +313,7 @@ def resolve_packing(
         return packing
     if position_ids is not None:
         _check_position_ids(op, position_ids, batch, length)
-        return Packing(cu_seqlens_from_position_ids(position_ids.to(device)), tokens)
+        return Packing(cu_seqlens_from_position_ids(_move(op, "position_ids", position_ids, device)), tokens)
     return Packing(torch.arange(batch + 1, device=device, dtype=torch.int32) * length, tokens)
 
 

@@ -1,5 +1,6 @@
 """Public attention functions, under flash-attn's names, argument order and layouts."""
 
+import numbers
 from typing import Any, Optional, Tuple, Union
 
 import torch
@@ -173,11 +174,14 @@ def _check_longest(op: str, argument: str, longest: Optional[Union[int, Tensor]]
     if longest is None or torch.compiler.is_compiling() or not reads_values(cu_seqlens):
         return
     if isinstance(longest, Tensor):
+        check_dtype(op, argument, longest, (torch.int32, torch.int64))
         if longest.numel() != 1:
             raise value_error(op, argument, "be an int or a tensor of one element", f"shape {tuple(longest.shape)}")
         if not reads_values(longest):
             return
         longest = int(longest)
+    elif isinstance(longest, bool) or not isinstance(longest, numbers.Integral):
+        raise type_error(op, argument, "be an int, a tensor of one or None", repr(longest))
     true_longest = int(torch.diff(cu_seqlens).max()) if cu_seqlens.shape[0] > 1 else 0
     if longest < true_longest:
         raise value_error(op, argument, f"be at least the longest sequence ({true_longest})", longest)

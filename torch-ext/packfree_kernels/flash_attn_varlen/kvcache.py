@@ -110,11 +110,17 @@ def _check_integers(op: str, name: str, tensor: Tensor, shape: Tuple[int, ...], 
     if tensor.dtype not in (torch.int32, torch.int64):
         raise type_error(op, name, "be an int32 or int64 tensor", str(tensor.dtype).replace("torch.", ""))
     check_shape(op, name, tensor, shape, letters)
+    _check_readable(op, name, tensor)
     tensor = tensor.to(torch.int64)
     bad = (tensor < 0) | (tensor >= below)
     if bool(bad.any()):
         raise value_error(op, name, f"lie in 0 .. {below - 1}", int(tensor[bad][0]))
     return tensor
+
+
+def _check_readable(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise value_error(op, name, "hold values", "a meta tensor")
 
 
 def _table(
@@ -129,6 +135,7 @@ def _table(
         if block_table.dtype not in (torch.int32, torch.int64):
             raise type_error(op, "block_table", "be an int32 or int64 tensor", block_table.dtype)
         check_shape(op, "block_table", block_table, (batch, block_table.shape[1]), "[B, pages a row]")
+        _check_readable(op, "block_table", block_table)
         return block_table.to(torch.int64)
     if cache_batch_idx is not None:
         return _check_integers(op, "cache_batch_idx", cache_batch_idx, (batch,), "[B]", k_cache.shape[0])[:, None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import packing
-from .._checks import value_error
+from .._checks import type_error, value_error
 from . import guards, internals
 from .context import Boundaries
 from .functions import supported
@@ -88,8 +88,7 @@ def _explicit(op: str, call: Call, batch: _Batch) -> Tensor:
         if labelled is not None and not packing.same_boundaries(cu_seqlens, labelled):
             must = f"cut the row where cu_seq_lens_q {packing.brief_offsets(cu_seqlens)} does"
             raise value_error(op, "seq_idx", must, f"cuts at {packing.brief_offsets(labelled)}")
-        if rows > 1 and not set(range(0, rows * length, length)).issubset(cu_seqlens.tolist()):
-            raise value_error(op, "cu_seq_lens_q", f"cut at the end of each of the {rows} rows", cu_seqlens.tolist())
+    packing.check_rows_are_cut(op, cu_seqlens, rows, length, "cu_seq_lens_q")
     return cu_seqlens
 
 
@@ -156,10 +155,28 @@ def _positions(call: Call, batch: _Batch) -> Optional[Tensor]:
     return positions.expand(*positions.shape[:-2], batch.rows, batch.length)
 
 
+def _check_form(op: str, positions: Any, batch: _Batch) -> None:
+    """Refuse positions that say nothing about these tokens, which a model that drops them would never notice."""
+    if positions is None:
+        return
+    if not isinstance(positions, Tensor) or positions.is_floating_point():
+        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise type_error(op, "position_ids", "be an integer tensor", got)
+    fits = positions.dim() > 2 or (
+        positions.shape[-1] == batch.length and positions.shape[:-1].numel() in (1, batch.rows)
+    )
+    if not fits:
+        must = f"have shape [T], [1, T] or [B, T] with B, T = {(batch.rows, batch.length)}"
+        raise value_error(op, "position_ids", must, tuple(positions.shape))
+
+
 def _from_positions(model: Any, op: str, call: Call, batch: _Batch) -> Optional[Tensor]:
-    positions = _positions(call, batch)
     cache = _cache_argument(call)
-    if positions is None or cache in internals.CACHE_KEYWORDS:
+    if cache in internals.CACHE_KEYWORDS:
+        return None
+    _check_form(op, call.get("position_ids"), batch)
+    positions = _positions(call, batch)
+    if positions is None:
         return None
     starts = packing.starts_from_position_ids(positions)
     mask = call.get("attention_mask")
@@ -195,9 +212,7 @@ def _from_traced_positions(
 def _complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens: Tensor, batch: _Batch) -> Boundaries:
     rows, length, _ = batch
     seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, rows * length).view(rows, length)
-    max_length = (
-        int(torch.diff(cu_seqlens).max()) if packing.reads_values(cu_seqlens) and cu_seqlens.shape[0] > 1 else length
-    )
+    max_length = _longest(op, call, cu_seqlens, batch)
     config = internals.text_config(model)
     if (
         call.get("position_ids") is None
@@ -216,6 +231,23 @@ def _complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens:
     if takes_cache and call.get("use_cache") is None:
         call["use_cache"] = False
     return Boundaries(cu_seqlens, seq_idx, rows, length, max_length, op, type(config))
+
+
+def _longest(op: str, call: Call, cu_seqlens: Tensor, batch: _Batch) -> int:
+    """An upper bound of the longest sequence; raises where the call's own companions of cu_seq_lens_q contradict it."""
+    keys = call.get("cu_seq_lens_k")
+    if keys is not None:
+        keys = packing.check_cu_seqlens(op, keys, batch.rows * batch.length, batch.device, argument="cu_seq_lens_k")
+    if not packing.reads_values(cu_seqlens):
+        return batch.length
+    if keys is not None and not packing.same_boundaries(keys, cu_seqlens):
+        must = f"cut the row where the samples end, at {packing.brief_offsets(cu_seqlens)}"
+        raise value_error(op, "cu_seq_lens_k", must, packing.brief_offsets(keys))
+    longest = int(torch.diff(cu_seqlens).max()) if cu_seqlens.shape[0] > 1 else 0
+    for name in ("max_length_q", "max_length_k"):
+        if call.get(name) is not None and int(call[name]) < longest:
+            raise value_error(op, name, f"be at least the longest sample ({longest})", int(call[name]))
+    return longest
 
 
 def _check_positions(model: Any, op: str, call: Call, cu_seqlens: Tensor, batch: _Batch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import packing
-from .._checks import type_error
+from .._checks import type_error, value_error
 from . import context, lost
 
 # Device types on which our functions run. Calls elsewhere keep the stock path with their keywords untouched.
@@ -48,26 +48,51 @@ def find_boundaries(
             )
         lost.served_from_context(key)
         return {"cu_seqlens": here.cu_seqlens} if batch == 1 else {"seq_idx": here.seq_idx}
-    # The outermost forward has compared the two spellings; outside one, our function does.
-    return explicit_boundaries(batch, length, keywords, both=here is None)
+    return explicit_boundaries(name, batch, length, keywords, checked=here is not None)
 
 
-def explicit_boundaries(batch: int, length: int, keywords: Dict[str, Any], both: bool = True) -> Dict[str, Tensor]:
-    """What our functions take of the boundaries in ``keywords``: ``cu_seqlens`` or ``cu_seq_lens_q``, and ``seq_idx``.
+def explicit_boundaries(
+    name: str, batch: int, length: int, keywords: Dict[str, Any], checked: bool = False
+) -> Dict[str, Tensor]:
+    """What our function ``name`` takes of the boundaries ``cu_seqlens``, ``cu_seq_lens_q`` and ``seq_idx``.
 
-    Several rows are cut by ``seq_idx``, because ``cu_seqlens`` means one row in the public functions. ``both`` hands on
-    both spellings where both are given for one row.
+    Several rows are cut by ``seq_idx``, because ``cu_seqlens`` means one row in the public functions. ``checked`` says
+    that the outermost forward has compared the spellings; otherwise that is done here, or by the function itself.
+
+    Raises:
+        TypeError, ValueError: offsets that are malformed or cut elsewhere than their other spelling.
     """
-    cu_seqlens = keywords.get("cu_seqlens")
-    if cu_seqlens is None:
-        cu_seqlens = keywords.get("cu_seq_lens_q")
+    cu_seqlens = _offsets(name, batch * length, keywords, checked)
     seq_idx = keywords.get("seq_idx")
     if batch == 1 and cu_seqlens is not None:
         spellings = {"cu_seqlens": cu_seqlens}
-        return {**spellings, "seq_idx": seq_idx} if both and seq_idx is not None else spellings
+        return spellings if checked or seq_idx is None else {**spellings, "seq_idx": seq_idx}
     if seq_idx is None and cu_seqlens is not None:
+        if not checked:
+            device = _device_of(cu_seqlens)
+            cu_seqlens = packing.check_cu_seqlens(name, cu_seqlens, batch * length, device, "cu_seq_lens_q")
+            packing.check_rows_are_cut(name, cu_seqlens, batch, length, "cu_seq_lens_q")
         seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, batch * length).view(batch, length)
     return {} if seq_idx is None else {"seq_idx": seq_idx}
+
+
+def _offsets(name: str, tokens: int, keywords: Dict[str, Any], checked: bool) -> Optional[Tensor]:
+    """``cu_seqlens``, or ``cu_seq_lens_q``, which says the same; transformers gives some functions both."""
+    cu_seqlens, other = keywords.get("cu_seqlens"), keywords.get("cu_seq_lens_q")
+    if cu_seqlens is None or other is None or checked:
+        return other if cu_seqlens is None else cu_seqlens
+    pair = [
+        packing.check_cu_seqlens(name, value, tokens, _device_of(value), key)
+        for key, value in (("cu_seqlens", cu_seqlens), ("cu_seq_lens_q", other))
+    ]
+    if all(map(packing.reads_values, pair)) and not packing.same_boundaries(*pair):
+        first, second = map(packing.brief_offsets, pair)
+        raise value_error(name, "cu_seq_lens_q", f"cut the row where cu_seqlens does, at {first}", second)
+    return cu_seqlens
+
+
+def _device_of(boundaries: Any) -> torch.device:
+    return boundaries.device if isinstance(boundaries, Tensor) else torch.device("cpu")
 
 
 def _pick(keywords: Dict[str, Any], *names: str) -> Dict[str, Any]:

@@ -102,6 +102,7 @@ def mamba_split_conv1d_scan_combined(
 
     mlp, z, xBC, dt = torch.split(zxbcdt, [beside, inner, convolved, heads], dim=-1)
     boundaries = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
+    packing = resolve_packing(_OP, batch, length, zxbcdt.device, **boundaries)
     xBC = causal_conv1d_fn(
         xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation=activation, **boundaries
     ).transpose(1, 2)
@@ -129,7 +130,6 @@ def mamba_split_conv1d_scan_combined(
     if rmsnorm_weight is not None:
         out = _gated_norm(out, z, rmsnorm_weight, rmsnorm_eps, ngroups, norm_before_gate)
     if beside:
-        packing = resolve_packing(_OP, batch, length, zxbcdt.device, **boundaries)
         gate, value = packing.mask_all_padding(mlp, time_dim=1).chunk(2, dim=-1)
         out = torch.cat([F.silu(gate) * value, out], dim=-1)
     if outproj_weight is not None:
