@@ -18,6 +18,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.harness.kernel import available_tiers, load_kernel  # noqa: E402
+from tests.other_transformers import admit_installed_kernels  # noqa: E402
+
+admit_installed_kernels()
 
 
 @pytest.fixture(scope="session")

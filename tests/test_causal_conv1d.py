@@ -243,7 +243,7 @@ def test_empty_inputs(kernel):
         (dict(x=torch.randn(6, 8)), ValueError, r"x must have 3 dimensions, got shape \(6, 8\)"),
         (dict(x=torch.ones(1, 6, 8, dtype=torch.int32)), TypeError, "x must have one of the dtypes .*, got int32"),
         (dict(weight=torch.randn(5, 4)), ValueError, r"weight must have shape \[D, W\] with D = 6, got \(5, 4\)"),
-        (dict(weight=torch.randn(6, 5)), ValueError, "weight must have a width of 2 to 4, got 5"),
+        (dict(weight=torch.randn(6, 9)), ValueError, "weight must have a width of 2 to 8, got 9"),
         (dict(bias=torch.randn(5)), ValueError, r"bias must have shape \[D\] = \(6,\), got \(5,\)"),
         (dict(activation="gelu"), ValueError, "activation must be None, 'silu' or 'swish', got 'gelu'"),
         (dict(weight=torch.randn(6, 4, device="meta")), ValueError, "weight must be on cpu"),

@@ -319,13 +319,13 @@ def reason_of(model_type, kernel):
 
 
 def test_convolution_that_is_too_wide_is_refused():
-    """LFM3 convolves 7 tokens; the error says what to do, and the model runs unpacked as ever."""
-    model = load("lfm2", conv_L_cache=7)
-    stock = build("lfm2", "eager", conv_L_cache=7)
+    """Our function takes up to 8 tokens; the error says what to do, and the model runs unpacked as ever."""
+    model = load("lfm2", conv_L_cache=9)
+    stock = build("lfm2", "eager", conv_L_cache=9)
     with torch.no_grad():
         assert_logits_equal(model(**alone()[2]).logits, stock(**alone()[2]).logits)
     for setting in SETTINGS:
-        with pytest.raises(ValueError, match="causal_conv1d_fn: Lfm2ForCausalLM.* 7 .*DataCollatorWithPadding"):
+        with pytest.raises(ValueError, match="causal_conv1d_fn: Lfm2ForCausalLM.* 9 .*DataCollatorWithPadding"):
             model(**pack(setting=setting))
 
 
