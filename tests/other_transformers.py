@@ -4,8 +4,8 @@ Without pytest arguments it prints the table of models (``tests.models_table``) 
 installed beside the environment, in ``.transformers/<version>``, so the environment keeps its own.
 
 transformers 5.23 and later take kernels from 0.18.2 on. Where only an older one can be had, they count it as absent and
-refuse to load any kernel. Nothing that the hooks use has changed between the two, so ``admit_installed_kernels`` (called
-by conftest.py) widens that window inside the test process.
+refuse to load any kernel. Nothing that the hooks use has changed between the two, so ``admit_installed_kernels``, which
+conftest.py calls, widens that window inside the test process.
 """
 
 import importlib.metadata
