@@ -15,4 +15,11 @@ struct fp16 {
 
 enum class Dtype { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
+// Bytes of one element, and of what the kernels compute in beside it: float, or double for double.
+inline int64_t ElementBytes(Dtype dtype) {
+  if (dtype == Dtype::kFloat64) return 8;
+  return dtype == Dtype::kFloat32 ? 4 : 2;
+}
+inline int64_t AccBytes(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : 4; }
+
 }  // namespace packfree

@@ -1,13 +1,13 @@
-"""Argument checks that the delta rules share: the tokens, the scale, the states."""
+"""What the public functions of the delta rules share: argument checks, and the call of an op on packed tokens."""
 
 import math
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ._checks import FLOAT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
-from .packing import Packing
+from .packing import Boundaries, Packing, resolve_packing
 
 MAX_HEAD_DIM = 256
 DTYPES = FLOAT_DTYPES + (torch.float64,)
@@ -49,13 +49,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")
 
 
-def checked_scale(op: str, scale: Optional[float], key_dim: int) -> float:
-    """``scale``, or ``K ** -0.5`` if None."""
-    if scale is None:
-        return key_dim**-0.5
-    return checked_number(op, "scale", scale)
-
-
 def checked_number(op: str, argument: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise type_error(op, argument, "be a number or None", repr(value))
@@ -64,7 +57,7 @@ def checked_number(op: str, argument: str, value: object) -> float:
     return float(value)
 
 
-def checked_states(
+def _checked_states(
     op: str, initial_state: Tensor, packing: Packing, shape: Tuple[int, int, int], device: torch.device
 ) -> Tensor:
     """The caller's states ``[N', HV, K, V]`` as the kernels take them; ``shape`` is ``(HV, K, V)``."""
@@ -73,3 +66,61 @@ def checked_states(
     check_same_device(op, "initial_state", initial_state, device)
     check_shape(op, "initial_state", initial_state, (packing.num_states, *shape), "[N, HV, K, V]")
     return packing.spread_states(initial_state)
+
+
+def run_packed(
+    op: str,
+    kernel: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    gate: tuple,
+    scale: Optional[float],
+    initial_state: Optional[Tensor],
+    output_final_state: bool,
+    l2norm: bool,
+    cu_seqlens: Optional[Boundaries],
+    seq_idx: Optional[Tensor],
+    position_ids: Optional[Tensor],
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """What the public function ``op`` returns, by ``kernel``, from tokens that :func:`check_tokens` has passed.
+
+    ``gate`` holds the arguments that the op takes behind beta.
+    """
+    batch, length, key_heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    packing = resolve_packing(op, batch, length, q.device, cu_seqlens, seq_idx, position_ids)
+    scale = key_dim**-0.5 if scale is None else checked_number(op, "scale", scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if initial_state is not None:
+        shape = (value_heads, key_dim, value_dim)
+        initial_state = _checked_states(op, initial_state, packing, shape, q.device).to(wide)
+    o, final_state = kernel(
+        q.reshape(packing.tokens, key_heads, key_dim),
+        k.reshape(packing.tokens, key_heads, key_dim),
+        v.reshape(packing.tokens, value_heads, value_dim),
+        g.reshape(packing.tokens, *g.shape[2:]).to(wide),
+        beta.reshape(packing.tokens, value_heads).to(wide),
+        *gate,
+        packing.cu_seqlens,
+        initial_state,
+        scale,
+        bool(l2norm),
+        bool(output_final_state),
+    )
+    o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1)
+    return o, packing.gather_states(final_state) if output_final_state else None
+
+
+def no_backward(op: str, instead: str) -> Callable:
+    """The backward of the token-by-token function ``op``."""
+
+    def backward(ctx, *gradients):
+        raise NotImplementedError(
+            f"{op}: has no backward pass; call {instead}, which takes the same arguments and gives the same result "
+            "with gradients"
+        )
+
+    return backward

@@ -37,7 +37,8 @@ inline void ChunkDecay(int64_t rows, const Acc* g, int64_t stride, Acc* decay, i
 //          + d_over_chunk.
 // `pairs` is a lower tile (its diagonal is not read) with the gradients of the exponents from j to i; `d_from_start`,
 // `d_to_end` and `d_over_chunk` are those of the exponents from the chunk's start to i, from j to its end, and over the
-// whole chunk. Rows are added from the last up, so no term is added and taken away again. `columns` is scratch of kChunk.
+// whole chunk. Rows are added from the last up, so no term is added and taken away again. `columns` is scratch of
+// kChunk elements.
 template <class Acc>
 inline void GatherDecayGradients(int64_t c, const Acc* pairs, int64_t ld, const Acc* d_from_start, const Acc* d_to_end,
                                  Acc d_over_chunk, Acc* columns, Acc* dg, int64_t stride) {

@@ -1,13 +1,12 @@
 // What the chunked delta rules have in common, whatever their decay. Included once per tier, after triangular-inl.h.
 //
-// `In`, `Plan` and the tiles are those of the op: tensors and strides, sizes and leading dimensions. Letters: c tokens of
-// a chunk, S the state before it, `corrections` what each token would write at beta = 1.
+// Letters: c tokens of a chunk, S the state before it, `corrections` what each token would write at beta = 1.
 
-// rows_i = v_i - factors_i rows_i, where rows holds what the state knows of v. Then (I + system)^-1 rows: the correction
-// of each token, earlier tokens of the chunk included. Rows lie `stride` apart. Without `factors` they are 1.
-template <class Elem, class Acc, class In, class Plan>
-inline void SolveCorrections(const In& in, const Plan& plan, int64_t begin, int64_t c, int64_t hv, const Acc* factors,
-                             const Acc* system, Acc* rows, int64_t stride) {
+// rows_i = v_i - factors_i rows_i, where rows holds what the state knows of v. Then (I + system)^-1 rows: the
+// correction of each token, earlier tokens of the chunk included. Rows lie `stride` apart. Without `factors` they are 1.
+template <class Elem, class Acc>
+inline void SolveCorrections(const DeltaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
+                             const Acc* factors, const Acc* system, Acc* rows, int64_t stride) {
   constexpr int L = kLanes<Acc>;
   const Elem* v = static_cast<const Elem*>(in.v) + begin * in.v_token + hv * in.v_head;
   for (int64_t i = 0; i < c; ++i) {
@@ -22,31 +21,32 @@ inline void SolveCorrections(const In& in, const Plan& plan, int64_t begin, int6
   SolveUnitLower<Acc>(c, plan.value_dim, system, plan.ldc, 1, rows, stride);
 }
 
-// Back through the solve, values and strengths. In: d_x [c, V], the gradient of beta corrections; `system` is
-// beta_i mix_ij, `beta` a row of kChunk. Out: dbeta and dv of the tokens, d_x = -dv, corrections *= beta, and in `pairs`
-// the gradients of read and, from row c on, of mix (lower tiles): d_o corrections^T and -dv corrections^T. Rows of d_o and
-// d_x lie `stride` apart; `turned` is scratch [V, ldc].
-template <class Elem, class Acc, class Args, class Plan>
-inline void CorrectionGradients(const Args& args, const Plan& plan, int64_t c, int64_t token, const Acc* system,
-                                const Acc* beta, const Acc* d_o, Acc* d_x, int64_t stride, Acc* corrections, Acc* turned,
-                                Acc* pairs) {
-  const int64_t V = plan.value_dim, ldv = plan.ldv, ldc = plan.ldc, value_heads = args.in.value_heads;
-  SolveUnitLowerTransposed<Acc>(c, V, system, ldc, d_x, stride);
+// Back through the solve, values and strengths. In: d_x [c, V], the gradient of beta corrections; the chunk's `system`
+// is beta_i mix_ij. Out: dbeta and dv of the tokens, d_x = -dv, corrections *= beta, and in `pairs` the gradients of
+// read and, from row c on, of mix (lower tiles): d_o corrections^T and -dv corrections^T. Rows of d_o and d_x lie pair_v
+// apart. `token` is the first one's place in [T, HV].
+template <class Elem, class Acc, class Args, class BackwardTiles>
+inline void CorrectionGradients(const Args& args, const DeltaPlan& plan, int64_t c, int64_t token,
+                                const BackwardTiles& tiles, const Acc* d_o, Acc* d_x, Acc* corrections) {
+  const int64_t V = plan.value_dim, ldv = plan.ldv, ldc = plan.ldc, pair = plan.pair_v;
+  const int64_t value_heads = args.in.value_heads;
+  const Acc* beta = tiles.chunk.beta;
+  SolveUnitLowerTransposed<Acc>(c, V, tiles.chunk.system, ldc, d_x, pair);
   Acc* dbeta = static_cast<Acc*>(args.dbeta) + token;
   for (int64_t i = 0; i < c; ++i) {
-    dbeta[i * value_heads] = RowDot<Acc>(V, d_x + i * stride, corrections + i * ldv);
-    ScaleRow<Acc>(V, -beta[i], d_x + i * stride);
+    dbeta[i * value_heads] = RowDot<Acc>(V, d_x + i * pair, corrections + i * ldv);
+    ScaleRow<Acc>(V, -beta[i], d_x + i * pair);
     ScaleRow<Acc>(V, beta[i], corrections + i * ldv);
   }
-  StoreTile<Acc>(c, V, d_x, stride, static_cast<Elem*>(args.dv) + token * V, value_heads * V, Acc(-1));
-  LoadTileTransposed<Acc>(c, V, corrections, ldv, turned, ldc);
-  MultiplyToLower<Into::kOverwrite>(c, V, d_o, stride, turned, ldc, pairs, ldc);
-  MultiplyToLower<Into::kOverwrite>(c, V, d_x, stride, turned, ldc, pairs + c * ldc, ldc);
+  StoreTile<Acc>(c, V, d_x, pair, static_cast<Elem*>(args.dv) + token * V, value_heads * V, Acc(-1));
+  LoadTileTransposed<Acc>(c, V, corrections, ldv, tiles.turned, ldc);
+  MultiplyToLower<Into::kOverwrite>(c, V, d_o, pair, tiles.turned, ldc, tiles.pairs, ldc);
+  MultiplyToLower<Into::kOverwrite>(c, V, d_x, pair, tiles.turned, ldc, tiles.pairs + c * ldc, ldc);
 }
 
 // Running states of a key head's group: from the initial states, or 0.
-template <class Acc, class Plan>
-inline void LoadStates(const Plan& plan, const void* source, int64_t first, Acc* states) {
+template <class Acc>
+inline void LoadStates(const DeltaPlan& plan, const void* source, int64_t first, Acc* states) {
   for (int64_t j = 0; j < plan.group; ++j) {
     Acc* state = states + j * plan.state;
     if (source == nullptr) {
@@ -58,8 +58,8 @@ inline void LoadStates(const Plan& plan, const void* source, int64_t first, Acc*
     }
   }
 }
-template <class Acc, class Plan>
-inline void StoreStates(const Plan& plan, const Acc* states, int64_t first, void* target) {
+template <class Acc>
+inline void StoreStates(const DeltaPlan& plan, const Acc* states, int64_t first, void* target) {
   if (target == nullptr) return;
   for (int64_t j = 0; j < plan.group; ++j) {
     StoreTile<Acc>(plan.key_dim, plan.value_dim, states + j * plan.state, plan.ldv,

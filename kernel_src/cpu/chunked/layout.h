@@ -1,14 +1,8 @@
-// Tiles and work of the ops that run a linear recurrence chunk by chunk.
+// Tiles of the ops that run a linear recurrence chunk by chunk.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <vector>
 
 #include "common/packing.h"
 
@@ -27,124 +21,37 @@ inline int64_t TileStride(int64_t columns) {
   return (blocks | 1) * 16;
 }
 
-// One recurrence to run: a sequence and a head.
-struct SequenceHead {
-  int64_t sequence;
-  int64_t head;
-};
+// Tokens [begin, begin + count) of the pack: chunk `index` of sequence n.
+struct Chunk {
+  int64_t begin;
+  int64_t count;
 
-// Every (sequence, head) whose sequence has at least `least` tokens, the longest first so that threads end together.
-inline std::vector<SequenceHead> LongestFirst(const PackingView& packing, int64_t heads, int64_t least) {
-  std::vector<int64_t> order;
-  for (int64_t n = 0; n < packing.num_sequences; ++n) {
-    if (packing.length(n) >= least) order.push_back(n);
+  Chunk(const PackingView& packing, int64_t n, int64_t index) : begin(packing.bos(n) + index * kChunk) {
+    count = std::min(kChunk, packing.eos(n) - begin);
   }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return packing.length(a) > packing.length(b); });
-  std::vector<SequenceHead> work;
-  work.reserve(order.size() * heads);
-  for (const int64_t n : order) {
-    for (int64_t h = 0; h < heads; ++h) work.push_back({n, h});
-  }
-  return work;
-}
+};
+inline int64_t ChunksOf(int64_t length) { return (length + kChunk - 1) / kChunk; }
 
 // How a backward pass walks a sequence: segments of chunks, the last first. What it keeps of each chunk
 // (`chunk_bytes`) is held for one segment at a time, and one state per segment. A sequence whose chunks all fit into
 // about kSegmentBytes is one segment and is recomputed once, a longer one twice; memory grows with the root of the
-// length.
+// length. An empty sequence is one empty segment.
 struct SegmentPlan {
   static constexpr int64_t kSegmentBytes = int64_t{8} << 20;
-  int64_t chunks;      // of the sequence
+  int64_t chunks;  // of the sequence
   int64_t per_segment;
   int64_t segments;
 
-  SegmentPlan(int64_t chunk_bytes, int64_t length) : chunks(std::max<int64_t>(1, (length + kChunk - 1) / kChunk)) {
+  SegmentPlan(int64_t chunk_bytes, int64_t length) : chunks(ChunksOf(length)) {
+    const int64_t least = std::max<int64_t>(1, chunks);
     per_segment = std::max<int64_t>(1, kSegmentBytes / chunk_bytes);
-    while (per_segment * per_segment < chunks) ++per_segment;
-    per_segment = std::min(per_segment, chunks);
-    segments = (chunks + per_segment - 1) / per_segment;
+    while (per_segment * per_segment < least) ++per_segment;
+    per_segment = std::min(per_segment, least);
+    segments = (least + per_segment - 1) / per_segment;
   }
-};
-
-// Sets the rows of tokens after the last boundary to 0; a row has `row_bytes`.
-inline void ClearPadding(const PackingView& packing, void* tensor, int64_t row_bytes) {
-  const int64_t end = packing.end();
-  if (end < packing.tokens) {
-    std::memset(static_cast<char*>(tensor) + end * row_bytes, 0, (packing.tokens - end) * row_bytes);
-  }
-}
-
-inline int64_t LongestSequence(const PackingView& packing) {
-  int64_t longest = 0;
-  for (int64_t n = 0; n < packing.num_sequences; ++n) longest = std::max(longest, packing.length(n));
-  return longest;
-}
-
-// Hands out pieces of one buffer in order; without a buffer it only counts.
-template <class Acc>
-class Pieces {
- public:
-  explicit Pieces(Acc* buffer) : buffer_(buffer) {}
-  Acc* Take(int64_t elements) {
-    Acc* piece = buffer_ == nullptr ? nullptr : buffer_ + used_;
-    used_ += elements;
-    return piece;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  Acc* buffer_;
-  int64_t used_ = 0;
-};
-
-// Scratch memory for the work items of one call: as many buffers as items run at once, each `bytes` long, aligned to a
-// cache line, contents unspecified.
-class ScratchPool {
- public:
-  explicit ScratchPool(int64_t bytes) : bytes_((static_cast<size_t>(bytes) + 63) / 64 * 64) {}
-  ~ScratchPool() {
-    for (void* buffer : free_) std::free(buffer);
-  }
-  ScratchPool(const ScratchPool&) = delete;
-  ScratchPool& operator=(const ScratchPool&) = delete;
-
-  // A buffer for the lifetime of the lease.
-  class Lease {
-   public:
-    explicit Lease(ScratchPool* pool) : pool_(pool), buffer_(pool->Take()) {}
-    ~Lease() { pool_->Give(buffer_); }
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-    void* get() const { return buffer_; }
-
-   private:
-    ScratchPool* pool_;
-    void* buffer_;
-  };
-
- private:
-  void* Take() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (!free_.empty()) {
-        void* buffer = free_.back();
-        free_.pop_back();
-        return buffer;
-      }
-    }
-    void* buffer = std::aligned_alloc(64, bytes_ == 0 ? 64 : bytes_);
-    if (buffer == nullptr) throw std::bad_alloc();
-    return buffer;
-  }
-  void Give(void* buffer) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(buffer);
-  }
-
-  size_t bytes_;
-  std::mutex mutex_;
-  std::vector<void*> free_;
+  // First chunk of a segment, and the one behind its last.
+  int64_t first(int64_t segment) const { return segment * per_segment; }
+  int64_t last(int64_t segment) const { return std::min(chunks, (segment + 1) * per_segment); }
 };
 
 }  // namespace packfree

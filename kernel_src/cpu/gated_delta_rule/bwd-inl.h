@@ -1,49 +1,14 @@
-// Backward pass of one sequence and one key head with its value heads. Included once per tier, after chunk-inl.h.
-// Names of gradients carry d_ before the name of the tile they belong to.
-
-// Runs the states over chunks [from, to) of the sequence. With `keep` it stores each chunk's state (transposed) and
-// corrections, counted from `from`.
-template <class Elem, class Acc>
-inline void RecomputeChunks(const GatedDeltaRuleInputs& in, const GatedDeltaRulePlan& plan, int64_t n, int64_t h,
-                            int64_t from, int64_t to, bool keep, const BackwardTiles<Acc>& tiles) {
-  const ChunkTiles<Acc>& chunk = tiles.chunk;
-  for (int64_t index = from; index < to; ++index) {
-    const int64_t begin = in.packing.bos(n) + index * kChunk;
-    const int64_t left = in.packing.eos(n) - begin;
-    const int64_t c = left < kChunk ? left : kChunk;
-    LoadChunk<Elem, Acc>(in, plan, begin, c, h, false, chunk);
-    for (int64_t j = 0; j < plan.group; ++j) {
-      const int64_t hv = h * plan.group + j;
-      const Acc* g = static_cast<const Acc*>(in.g) + begin * in.value_heads + hv;
-      const Acc* beta = static_cast<const Acc*>(in.beta) + begin * in.value_heads + hv;
-      Acc* state = chunk.states + j * plan.state;
-      Acc* rows = chunk.value_rows;
-      ChunkDecay<Acc>(c, g, in.value_heads, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
-      LoadColumn<Acc>(c, beta, in.value_heads, chunk.exponents);
-      WeighPairs<Acc>(plan, c, chunk.exponents, false, chunk);
-      Multiply<Into::kOverwrite>(c, plan.value_dim, plan.key_dim, chunk.rows + plan.ldk, plan.pair_k, 1, state,
-                                 plan.ldv, rows, plan.ldv);
-      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, chunk.from_start, chunk.system, rows, plan.ldv);
-      if (keep) {
-        const int64_t slot = (index - from) * plan.group + j;
-        LoadTileTransposed<Acc>(plan.key_dim, plan.value_dim, state, plan.ldv,
-                                tiles.states_turned + slot * plan.state_turned, plan.ldk);
-        LoadTile<Acc>(c, plan.value_dim, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
-      }
-      AdvanceState<Acc>(plan, c, chunk.exponents, chunk, rows, plan.ldv, state);
-    }
-  }
-}
+// Backward stages of the gated delta rule, as chunked/delta_units-inl.h calls them. Included once per tier, after
+// chunk-inl.h. Names of gradients carry d_ before the name of the tile they belong to.
 
 // Lower tiles of one value head: read = (q . k) decay, mix = (k . k) decay below the diagonal, and
 // system[i, j] = beta_i mix[i, j]. Unlike the forward's, none of their columns carries beta_j.
 template <class Acc>
-inline void WeighPairsBackward(const GatedDeltaRulePlan& plan, int64_t c, const Acc* beta_row,
-                               const BackwardTiles<Acc>& tiles) {
-  const ChunkTiles<Acc>& chunk = tiles.chunk;
+inline void WeighPairsBackward(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
+  const GatedChunkTiles<Acc>& chunk = tiles.chunk;
   for (int64_t i = 0; i < c; ++i) {
     const int64_t row = i * plan.ldc;
-    const Vec<Acc> beta = Set<Acc>(beta_row[i]);
+    const Vec<Acc> beta = Set<Acc>(chunk.beta[i]);
     for (int64_t j = 0; j < TriangleWidth(i, c); j += kLanes<Acc>) {
       const Vec<Acc> decay = Load<Acc>(chunk.decay + row + j);
       const Vec<Acc> mix = Load<Acc>(chunk.kk + row + j) * decay;
@@ -58,8 +23,8 @@ inline void WeighPairsBackward(const GatedDeltaRulePlan& plan, int64_t c, const 
 // Takes the gradients of read and mix in tiles.pairs apart: adds those of q . k and k . k to the group's sums, and
 // leaves the gradient of each pair's exponent in the upper half of tiles.pairs.
 template <class Acc>
-inline void SplitPairGradients(const GatedDeltaRulePlan& plan, int64_t c, const BackwardTiles<Acc>& tiles) {
-  const ChunkTiles<Acc>& chunk = tiles.chunk;
+inline void SplitPairGradients(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
+  const GatedChunkTiles<Acc>& chunk = tiles.chunk;
   Acc* d_read = tiles.pairs;
   const Acc* d_mix = tiles.pairs + c * plan.ldc;
   for (int64_t i = 0; i < c; ++i) {
@@ -78,36 +43,32 @@ inline void SplitPairGradients(const GatedDeltaRulePlan& plan, int64_t c, const 
   }
 }
 
-// One chunk of one value head. `state_turned` and `corrections` are what RecomputeChunks kept; d_state is the gradient
+// One chunk of one value head. `state_turned` and `corrections` are what the recomputation kept; d_state is the gradient
 // of the state after the chunk and becomes that of the state before it.
 template <class Elem, class Acc>
-inline void BackwardChunk(const GatedDeltaRuleBackward& args, const GatedDeltaRulePlan& plan, int64_t begin, int64_t c,
-                          int64_t hv, const BackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections,
-                          Acc* d_state) {
-  const GatedDeltaRuleInputs& in = args.in;
-  const ChunkTiles<Acc>& chunk = tiles.chunk;
+inline void BackwardHead(const GatedDeltaRuleBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c,
+                         int64_t hv, const GatedBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections,
+                         Acc* d_state) {
+  const DeltaInputs& in = args.in;
+  const GatedChunkTiles<Acc>& chunk = tiles.chunk;
   const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
   const int64_t pair_k = plan.pair_k, pair_v = plan.pair_v;
   const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
-  const Acc* g = static_cast<const Acc*>(in.g) + token;
-  const Acc* beta = static_cast<const Acc*>(in.beta) + token;
   Acc* d_o = chunk.value_rows;        // [c, V]
   Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
   const Acc* q_rows = chunk.rows;
   const Acc* k_rows = chunk.rows + ldk;
-  ChunkDecay<Acc>(c, g, in.value_heads, chunk.decay, ldc, chunk.from_start, chunk.exponents);
+  PrepareHead<Acc>(in, plan, begin, c, hv, true, chunk);
   const Acc* to_end = chunk.decay + (c - 1) * ldc;
   const Acc over_chunk = chunk.from_start[c - 1];
-  LoadColumn<Acc>(c, beta, in.value_heads, chunk.exponents);
-  WeighPairsBackward<Acc>(plan, c, chunk.exponents, tiles);
+  WeighPairsBackward<Acc>(plan, c, tiles);
   LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
 
   // d(beta corrections) = to_end k d_state + read^T d_o, then back through the solve.
   Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
   for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
   MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-  CorrectionGradients<Elem, Acc>(args, plan, c, token, chunk.system, chunk.exponents, d_o, d_v, pair_v, corrections,
-                                 tiles.turned, tiles.pairs);
+  CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
   SplitPairGradients<Acc>(plan, c, tiles);
 
   // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i,
@@ -146,71 +107,22 @@ inline void BackwardChunk(const GatedDeltaRuleBackward& args, const GatedDeltaRu
                        ldv);
 }
 
-// What the group's summed gradients of q . k and k . k give to q and k; then through scale and normalisation.
-template <class Elem, class Acc>
-inline void StoreKeyGradients(const GatedDeltaRuleBackward& args, const GatedDeltaRulePlan& plan, int64_t begin,
-                              int64_t c, int64_t h, const BackwardTiles<Acc>& tiles) {
-  const GatedDeltaRuleInputs& in = args.in;
-  const ChunkTiles<Acc>& chunk = tiles.chunk;
-  const int64_t K = plan.key_dim, ldk = plan.ldk, pair_k = plan.pair_k, ldc = plan.ldc;
-  const Acc* q_rows = chunk.rows;
-  const Acc* k_rows = chunk.rows + ldk;
-  Acc* d_q = tiles.d_rows;
-  Acc* d_k = tiles.d_rows + ldk;
-  MultiplyLower<Into::kAdd>(c, K, tiles.d_qk, ldc, k_rows, pair_k, d_q, pair_k);
-  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_qk, ldc, q_rows, pair_k, d_k, pair_k);
-  MultiplyLower<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair_k, d_k, pair_k);
-  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair_k, d_k, pair_k);
-  const int64_t row = (begin * in.key_heads + h) * K;
-  StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head, in.q_token,
-                         in.l2norm, static_cast<Acc>(in.scale), q_rows, pair_k, chunk.q_inverse, d_q,
-                         static_cast<Elem*>(args.dq) + row, in.key_heads * K);
-  StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head, in.k_token,
-                         in.l2norm, Acc(1), k_rows, pair_k, chunk.k_inverse, d_k, static_cast<Elem*>(args.dk) + row,
-                         in.key_heads * K);
+template <class Acc>
+inline void ClearKeyProductGradients(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
+  ClearTile<Acc>(c, c, tiles.d_qk, plan.ldc);
+  ClearTile<Acc>(c, c, tiles.d_kk, plan.ldc);
 }
 
-template <class Elem, class Acc>
-inline void BackwardUnit(const GatedDeltaRuleBackward& args, int64_t n, int64_t h, void* scratch) {
-  const GatedDeltaRuleInputs& in = args.in;
-  const GatedDeltaRulePlan plan(in);
-  const SegmentPlan segments(plan.kept * static_cast<int64_t>(sizeof(Acc)), in.packing.length(n));
-  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
-  const BackwardTiles<Acc> tiles(plan, segments, pieces);
-  const int64_t first = n * in.value_heads + h * plan.group;
-  const int64_t group_state = plan.group * plan.state;
-  LoadStates<Acc>(plan, args.d_final_state, first, tiles.d_states);
-
-  // States at the segments' starts.
-  LoadStates<Acc>(plan, in.initial_state, first, tiles.chunk.states);
-  for (int64_t s = 0; s < segments.segments; ++s) {
-    __builtin_memcpy(tiles.checkpoints + s * group_state, tiles.chunk.states, group_state * sizeof(Acc));
-    if (s + 1 == segments.segments) break;
-    RecomputeChunks<Elem, Acc>(in, plan, n, h, s * segments.per_segment, (s + 1) * segments.per_segment, false, tiles);
-  }
-
-  const int64_t chunks = (in.packing.length(n) + kChunk - 1) / kChunk;  // 0 for an empty sequence
-  for (int64_t s = segments.segments - 1; s >= 0; --s) {
-    const int64_t from = s * segments.per_segment;
-    const int64_t to = from + segments.per_segment < chunks ? from + segments.per_segment : chunks;
-    __builtin_memcpy(tiles.chunk.states, tiles.checkpoints + s * group_state, group_state * sizeof(Acc));
-    RecomputeChunks<Elem, Acc>(in, plan, n, h, from, to, true, tiles);
-    for (int64_t index = to - 1; index >= from; --index) {
-      const int64_t begin = in.packing.bos(n) + index * kChunk;
-      const int64_t left = in.packing.eos(n) - begin;
-      const int64_t c = left < kChunk ? left : kChunk;
-      LoadChunk<Elem, Acc>(in, plan, begin, c, h, true, tiles.chunk);
-      ClearTile<Acc>(2 * c, plan.key_dim, tiles.d_rows, plan.ldk);
-      ClearTile<Acc>(c, c, tiles.d_qk, plan.ldc);
-      ClearTile<Acc>(c, c, tiles.d_kk, plan.ldc);
-      for (int64_t j = 0; j < plan.group; ++j) {
-        const int64_t slot = (index - from) * plan.group + j;
-        BackwardChunk<Elem, Acc>(args, plan, begin, c, h * plan.group + j, tiles,
-                                 tiles.states_turned + slot * plan.state_turned,
-                                 tiles.corrections + slot * plan.values, tiles.d_states + j * plan.state);
-      }
-      StoreKeyGradients<Elem, Acc>(args, plan, begin, c, h, tiles);
-    }
-  }
-  StoreStates<Acc>(plan, tiles.d_states, first, args.d_initial_state);
+// What the group's summed gradients of q . k and k . k give to the rows of q and k.
+template <class Acc>
+inline void KeyProductGradients(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
+  const int64_t K = plan.key_dim, pair = plan.pair_k, ldc = plan.ldc;
+  const Acc* q_rows = tiles.chunk.rows;
+  const Acc* k_rows = tiles.chunk.rows + plan.ldk;
+  Acc* d_q = tiles.d_rows;
+  Acc* d_k = tiles.d_rows + plan.ldk;
+  MultiplyLower<Into::kAdd>(c, K, tiles.d_qk, ldc, k_rows, pair, d_q, pair);
+  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_qk, ldc, q_rows, pair, d_k, pair);
+  MultiplyLower<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair, d_k, pair);
+  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair, d_k, pair);
 }

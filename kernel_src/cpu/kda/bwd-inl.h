@@ -1,43 +1,11 @@
-// Backward pass of one sequence and one key head with its value heads. Included once per tier, after chunk-inl.h.
-// Names of gradients carry d_ before the name of the tile they belong to. The gradient of a log-decay is gathered as the
-// sum over all decays that span its token; each span adds to its own tokens by a running sum, and nothing is taken away
-// again.
-
-// Runs the states over chunks [from, to) of the sequence. With `keep` it stores each chunk's state (transposed) and
-// corrections, counted from `from`.
-template <class Elem, class Acc>
-inline void RecomputeChunks(const KdaInputs& in, const KdaPlan& plan, int64_t n, int64_t h, int64_t from, int64_t to,
-                            bool keep, const KdaBackwardTiles<Acc>& tiles) {
-  const KdaChunkTiles<Acc>& chunk = tiles.chunk;
-  for (int64_t index = from; index < to; ++index) {
-    const int64_t begin = in.packing.bos(n) + index * kChunk;
-    const int64_t left = in.packing.eos(n) - begin;
-    const int64_t c = left < kChunk ? left : kChunk;
-    LoadChunk<Elem, Acc>(in, plan, begin, c, h, false, chunk);
-    for (int64_t j = 0; j < plan.group; ++j) {
-      const int64_t hv = h * plan.group + j;
-      Acc* state = chunk.states + j * plan.state;
-      Acc* rows = chunk.value_rows;
-      PrepareChunk<Acc>(in, plan, begin, c, hv, false, chunk);
-      WeighPairs<Acc>(plan, c, false, chunk);
-      Multiply<Into::kOverwrite>(c, plan.value_dim, plan.key_dim, chunk.start_rows + plan.ldk, plan.pair_k, 1, state,
-                                 plan.ldv, rows, plan.ldv);
-      SolveCorrections<Elem, Acc>(in, plan, begin, c, hv, static_cast<const Acc*>(nullptr), chunk.system, rows,
-                                  plan.ldv);
-      if (keep) {
-        const int64_t slot = (index - from) * plan.group + j;
-        LoadTileTransposed<Acc>(plan.key_dim, plan.value_dim, state, plan.ldv,
-                                tiles.states_turned + slot * plan.state_turned, plan.ldk);
-        LoadTile<Acc>(c, plan.value_dim, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
-      }
-      AdvanceState<Acc>(plan, c, chunk, rows, plan.ldv, state);
-    }
-  }
-}
+// Backward stages of Kimi delta attention, as chunked/delta_units-inl.h calls them. Included once per tier, after
+// chunk-inl.h. Names of gradients carry d_ before the name of the tile they belong to. The gradient of a log-decay is
+// gathered as the sum over all decays that span its token; each span adds to its own tokens by a running sum, and
+// nothing is taken away again.
 
 // tiles.chunk.system[i, j] = beta_i mix[i, j]: the system that gradients go back through, transposed.
 template <class Acc>
-inline void WeighPairsBackward(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& chunk) {
+inline void WeighPairsBackward(const DeltaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& chunk) {
   for (int64_t i = 0; i < c; ++i) {
     const int64_t row = i * plan.ldc;
     const Vec<Acc> beta = Set<Acc>(chunk.beta[i]);
@@ -50,7 +18,7 @@ inline void WeighPairsBackward(const KdaPlan& plan, int64_t c, const KdaChunkTil
 // Rows [first, end) of q and k were decayed by decay[i], which spans tokens (spanned, i]. From the gradients d_parts of
 // the decayed rows, from row `first` on: those of the rows, and of the log-decays.
 template <class Acc>
-inline void GradientsFromBehind(const KdaPlan& plan, int64_t first, int64_t end, int64_t spanned, const Acc* decay,
+inline void GradientsFromBehind(const DeltaPlan& plan, int64_t first, int64_t end, int64_t spanned, const Acc* decay,
                                 const Acc* decayed_rows, const Acc* d_parts, const KdaBackwardTiles<Acc>& tiles) {
   const int64_t ld = plan.ldk;
   for (int64_t x = 0; x < plan.key_dim; x += kLanes<Acc>) {
@@ -75,7 +43,7 @@ inline void GradientsFromBehind(const KdaPlan& plan, int64_t first, int64_t end,
 
 // The same for rows [0, count) of k that were decayed to a mark; the decay of row j spans tokens (j, mark].
 template <class Acc>
-inline void GradientsFromMark(const KdaPlan& plan, int64_t c, int64_t mark, int64_t count, const Acc* d_parts,
+inline void GradientsFromMark(const DeltaPlan& plan, int64_t c, int64_t mark, int64_t count, const Acc* d_parts,
                               const KdaBackwardTiles<Acc>& tiles) {
   const int64_t ld = plan.ldk;
   const Acc* to_mark = tiles.chunk.to_mark + MarkRow(mark) * ld;
@@ -98,7 +66,7 @@ inline void GradientsFromMark(const KdaPlan& plan, int64_t c, int64_t mark, int6
 // decayed to every later token i, w_i; down: its gradient, which collects what the tokens from i on give and decays on
 // the way, so that it meets w_i in the gradient of the decay of token i.
 template <class Acc>
-inline void PairGradientsInSubBlock(const KdaPlan& plan, int64_t c, int64_t first, int64_t count,
+inline void PairGradientsInSubBlock(const DeltaPlan& plan, int64_t c, int64_t first, int64_t count,
                                     const KdaBackwardTiles<Acc>& tiles) {
   const int64_t ld = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
   const Acc* d_read = tiles.pairs + first * ldc + first;
@@ -149,7 +117,7 @@ inline void PairGradientsInSubBlock(const KdaPlan& plan, int64_t c, int64_t firs
 
 // From the gradients of read and mix in tiles.pairs to those of rows and log-decays.
 template <class Acc>
-inline void PairGradients(const KdaPlan& plan, int64_t c, const KdaBackwardTiles<Acc>& tiles) {
+inline void PairGradients(const DeltaPlan& plan, int64_t c, const KdaBackwardTiles<Acc>& tiles) {
   const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
   const KdaChunkTiles<Acc>& chunk = tiles.chunk;
   for (int64_t first = 0; first < c; first += kSubBlock) {
@@ -171,11 +139,11 @@ inline void PairGradients(const KdaPlan& plan, int64_t c, const KdaBackwardTiles
   }
 }
 
-// One chunk of one value head. `state_turned` and `corrections` are what RecomputeChunks kept; d_state is the gradient
+// One chunk of one value head. `state_turned` and `corrections` are what the recomputation kept; d_state is the gradient
 // of the state after the chunk and becomes that of the state before it.
 template <class Elem, class Acc>
-inline void BackwardChunk(const KdaBackward& args, const KdaPlan& plan, int64_t begin, int64_t c, int64_t hv,
-                          const KdaBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections, Acc* d_state) {
+inline void BackwardHead(const KdaBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
+                         const KdaBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections, Acc* d_state) {
   const KdaInputs& in = args.in;
   const KdaChunkTiles<Acc>& chunk = tiles.chunk;
   const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
@@ -186,15 +154,14 @@ inline void BackwardChunk(const KdaBackward& args, const KdaPlan& plan, int64_t 
   const int64_t pair_v = plan.pair_v;
   Acc* d_o = chunk.value_rows;        // [c, V]
   Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
-  PrepareChunk<Acc>(in, plan, begin, c, hv, true, chunk);
+  PrepareHead<Acc>(in, plan, begin, c, hv, true, chunk);
   WeighPairsBackward<Acc>(plan, c, chunk);
   LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
 
   // d(beta corrections) = (k decayed to the end) d_state + read^T d_o, then back through the solve.
   Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_state, ldv, d_v, pair_v);
   MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-  CorrectionGradients<Elem, Acc>(args, plan, c, token, chunk.system, chunk.beta, d_o, d_v, pair_v, corrections,
-                                 tiles.turned, tiles.pairs);
+  CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
 
   // What every log-decay of the chunk gets from the decay of the state over the whole of it.
   LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
@@ -217,69 +184,16 @@ inline void BackwardChunk(const KdaBackward& args, const KdaPlan& plan, int64_t 
   StoreDecayGradients<Acc>(Gate<Acc>(in, hv), c, K, static_cast<const Acc*>(in.g) + at, in.value_heads * K,
                            tiles.d_decay, ldk, static_cast<Acc*>(args.dg) + at, d_rates, in.value_heads);
 
-  // d_state = decay over the chunk d_state + (q decayed from the start)^T d_o - (k decayed from the start)^T dv, from the
-  // last token back, q and k in turn: each partial sum is then the gradient of the state at some token.
+  // d_state = decay over the chunk d_state + (q decayed from the start)^T d_o - (k decayed from the start)^T dv, from
+  // the last token back, q and k in turn: each partial sum is then the gradient of the state at some token.
   for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk[r], d_state + r * ldv);
   const int64_t last = 2 * c - 1;
-  Multiply<Into::kAdd>(K, V, 2 * c, chunk.start_rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv, d_state,
-                       ldv);
+  Multiply<Into::kAdd>(K, V, 2 * c, chunk.start_rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv,
+                       d_state, ldv);
 }
 
-// Through scale and normalisation of q and k.
-template <class Elem, class Acc>
-inline void StoreKeyGradients(const KdaBackward& args, const KdaPlan& plan, int64_t begin, int64_t c, int64_t h,
-                              const KdaBackwardTiles<Acc>& tiles) {
-  const KdaInputs& in = args.in;
-  const KdaChunkTiles<Acc>& chunk = tiles.chunk;
-  const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k;
-  const int64_t row = (begin * in.key_heads + h) * K;
-  StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head, in.q_token,
-                         in.l2norm, static_cast<Acc>(in.scale), chunk.rows, pair, chunk.q_inverse, tiles.d_rows,
-                         static_cast<Elem*>(args.dq) + row, in.key_heads * K);
-  StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head, in.k_token,
-                         in.l2norm, Acc(1), chunk.rows + ldk, pair, chunk.k_inverse, tiles.d_rows + ldk,
-                         static_cast<Elem*>(args.dk) + row, in.key_heads * K);
-}
-
-template <class Elem, class Acc>
-inline void BackwardUnit(const KdaBackward& args, int64_t n, int64_t h, void* scratch) {
-  const KdaInputs& in = args.in;
-  const KdaPlan plan(in);
-  const SegmentPlan segments(plan.kept * static_cast<int64_t>(sizeof(Acc)), in.packing.length(n));
-  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
-  const KdaBackwardTiles<Acc> tiles(plan, segments, pieces);
-  const int64_t first = n * in.value_heads + h * plan.group;
-  const int64_t group_state = plan.group * plan.state;
-  LoadStates<Acc>(plan, args.d_final_state, first, tiles.d_states);
-
-  // States at the segments' starts.
-  LoadStates<Acc>(plan, in.initial_state, first, tiles.chunk.states);
-  for (int64_t s = 0; s < segments.segments; ++s) {
-    __builtin_memcpy(tiles.checkpoints + s * group_state, tiles.chunk.states, group_state * sizeof(Acc));
-    if (s + 1 == segments.segments) break;
-    RecomputeChunks<Elem, Acc>(in, plan, n, h, s * segments.per_segment, (s + 1) * segments.per_segment, false, tiles);
-  }
-
-  const int64_t chunks = (in.packing.length(n) + kChunk - 1) / kChunk;  // 0 for an empty sequence
-  for (int64_t s = segments.segments - 1; s >= 0; --s) {
-    const int64_t from = s * segments.per_segment;
-    const int64_t to = from + segments.per_segment < chunks ? from + segments.per_segment : chunks;
-    __builtin_memcpy(tiles.chunk.states, tiles.checkpoints + s * group_state, group_state * sizeof(Acc));
-    RecomputeChunks<Elem, Acc>(in, plan, n, h, from, to, true, tiles);
-    for (int64_t index = to - 1; index >= from; --index) {
-      const int64_t begin = in.packing.bos(n) + index * kChunk;
-      const int64_t left = in.packing.eos(n) - begin;
-      const int64_t c = left < kChunk ? left : kChunk;
-      LoadChunk<Elem, Acc>(in, plan, begin, c, h, true, tiles.chunk);
-      ClearTile<Acc>(2 * c, plan.key_dim, tiles.d_rows, plan.ldk);
-      for (int64_t j = 0; j < plan.group; ++j) {
-        const int64_t slot = (index - from) * plan.group + j;
-        BackwardChunk<Elem, Acc>(args, plan, begin, c, h * plan.group + j, tiles,
-                                 tiles.states_turned + slot * plan.state_turned,
-                                 tiles.corrections + slot * plan.values, tiles.d_states + j * plan.state);
-      }
-      StoreKeyGradients<Elem, Acc>(args, plan, begin, c, h, tiles);
-    }
-  }
-  StoreStates<Acc>(plan, tiles.d_states, first, args.d_initial_state);
-}
+// A key head has no products of its own; see KeyProducts.
+template <class Acc>
+inline void ClearKeyProductGradients(const DeltaPlan&, int64_t, const KdaBackwardTiles<Acc>&) {}
+template <class Acc>
+inline void KeyProductGradients(const DeltaPlan&, int64_t, const KdaBackwardTiles<Acc>&) {}

@@ -1,6 +1,6 @@
-// Stages of a chunk that the forward pass and the recomputation of the backward pass share. Included once per tier,
-// after simd/*-inl.h, chunked/*-inl.h and gate-inl.h. Letters as in the README: c tokens of the chunk, S the state before
-// it. Every decay is a product of the decays of exactly the tokens it spans: no quotient, no difference of sums. (Products
+// Stages of Kimi delta attention that both directions share, as chunked/delta_units-inl.h calls them. Included once per
+// tier, after chunked/*-inl.h and gate-inl.h. Letters as in the README: c tokens of the chunk, S the state before it.
+// Every decay is a product of the decays of exactly the tokens it spans: no quotient, no difference of sums. (Products
 // inside a sub-block are as exact as exponentials of sums there, measured, and cost less.)
 
 // out = a * b over a padded row.
@@ -10,23 +10,13 @@ PACKFREE_INLINE void MultiplyRow(int64_t columns, const Acc* a, const Acc* b, Ac
 }
 PACKFREE_INLINE int64_t SubBlocksOf(int64_t c) { return (c + kSubBlock - 1) / kSubBlock; }
 
-// Loads q (if `with_q`) and k of tokens [begin, begin + c) of key head h.
-template <class Elem, class Acc>
-inline void LoadChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin, int64_t c, int64_t h, bool with_q,
-                      const KdaChunkTiles<Acc>& tiles) {
-  const Elem* k = static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head;
-  Acc* k_rows = tiles.rows + plan.ldk;
-  LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.pair_k, tiles.k_inverse);
-  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.pair_k, tiles.k_turned, plan.ldc);
-  if (!with_q) return;
-  const Elem* q = static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head;
-  LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.pair_k,
-                tiles.q_inverse);
-}
+// Products of q and k are weighed by decays per channel, so each value head makes its own: nothing for a key head.
+template <class Acc>
+inline void KeyProducts(const DeltaPlan&, int64_t, bool, const KdaChunkTiles<Acc>&) {}
 
 // Decays inside the sub-blocks, inner and next of plan.h, from those of the tokens in tiles.step.
 template <class Acc>
-inline void SubBlockDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
+inline void SubBlockDecays(const DeltaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
   const int64_t ld = plan.ldk;
   for (int64_t first = 0; first < c; first += kSubBlock) {
     const bool last = first + kSubBlock >= c;
@@ -52,7 +42,7 @@ inline void SubBlockDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<A
 
 // Decays between sub-blocks: to_mark and from_start of plan.h.
 template <class Acc>
-inline void ChunkDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
+inline void ChunkDecays(const DeltaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles) {
   const int64_t K = plan.key_dim, ld = plan.ldk, row_bytes = PadColumns<Acc>(K) * sizeof(Acc);
   for (int64_t first = 0; first < c; first += kSubBlock) {
     const int64_t end = first + kSubBlock < c ? first + kSubBlock : c, mark = first / kSubBlock + 1;
@@ -77,7 +67,7 @@ inline void ChunkDecays(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>
 
 // Rows of q (if `with_q`) and k, decayed: inner_rows, start_rows, mark_rows.
 template <class Acc>
-inline void DecayRows(const KdaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
+inline void DecayRows(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
   const int64_t K = plan.key_dim, ld = plan.ldk;
   for (int64_t side = with_q ? 0 : 1; side < 2; ++side) {
     for (int64_t i = 0; i < c; ++i) {
@@ -150,7 +140,7 @@ inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const 
 
 // tiles.mix and, with `with_q`, tiles.read.
 template <class Acc>
-inline void DecayedPairs(const KdaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
+inline void DecayedPairs(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
   const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
   for (int64_t first = 0; first < c; first += kSubBlock) {
     const int64_t count = c - first < kSubBlock ? c - first : kSubBlock;
@@ -175,10 +165,10 @@ inline void DecayedPairs(const KdaPlan& plan, int64_t c, bool with_q, const KdaC
   }
 }
 
-// Everything of a chunk that does not depend on the state, for one value head: decays, decayed rows, pairs, beta.
+// Decays, decayed rows, pairs, beta.
 template <class Acc>
-inline void PrepareChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool with_q,
-                         const KdaChunkTiles<Acc>& tiles) {
+inline void PrepareHead(const KdaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool with_q,
+                        const KdaChunkTiles<Acc>& tiles) {
   const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
   LoadDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
                   in.value_heads * plan.key_dim, tiles.step, plan.ldk);
@@ -189,9 +179,9 @@ inline void PrepareChunk(const KdaInputs& in, const KdaPlan& plan, int64_t begin
   LoadColumn<Acc>(c, static_cast<const Acc*>(in.beta) + token, in.value_heads, tiles.beta);
 }
 
-// tiles.system[i, j] = mix[i, j] beta_j: the system of corrections at beta = 1. With `with_q` tiles.read[i, j] *= beta_j.
+// system[i, j] = mix[i, j] beta_j: the system of corrections at beta = 1. With `with_q` read[i, j] *= beta_j.
 template <class Acc>
-inline void WeighPairs(const KdaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
+inline void WeighPairs(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
   for (int64_t i = 0; i < c; ++i) {
     const int64_t row = i * plan.ldc;
     for (int64_t j = 0; j < TriangleWidth(i, c); j += kLanes<Acc>) {
@@ -202,10 +192,20 @@ inline void WeighPairs(const KdaPlan& plan, int64_t c, bool with_q, const KdaChu
   }
 }
 
+// Rows that carry their decays read the state as it is.
+template <class Acc>
+inline const Acc* StateRows(const KdaChunkTiles<Acc>& tiles) {
+  return tiles.start_rows;
+}
+template <class Acc>
+inline const Acc* StateFactors(const KdaChunkTiles<Acc>&) {
+  return nullptr;
+}
+
 // S = decay over the chunk, row by row, times S, + sum over j of (k_j decayed to the end) (beta_j corrections_j)^T.
 // Rows of `corrections` lie `stride` apart and are scaled on the way.
 template <class Acc>
-inline void AdvanceState(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles, Acc* corrections,
+inline void AdvanceState(const DeltaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles, Acc* corrections,
                          int64_t stride, Acc* state) {
   for (int64_t j = 0; j < c; ++j) ScaleRow<Acc>(plan.value_dim, tiles.beta[j], corrections + j * stride);
   const Acc* over_chunk = tiles.from_start + (c - 1) * plan.ldk;
@@ -213,3 +213,21 @@ inline void AdvanceState(const KdaPlan& plan, int64_t c, const KdaChunkTiles<Acc
   const Acc* to_end = tiles.mark_rows + MarkRow(SubBlocksOf(c)) * plan.ldk;
   Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, to_end, 1, plan.ldk, corrections, stride, state, plan.ldv);
 }
+
+// One decay for each row of the state, which q and k carry before they read it.
+template <class Acc>
+struct KdaDecay {
+  Gate<Acc> gate;
+  int64_t key_dim;
+  int64_t ldk;
+  const Acc* g;  // [T, HV, K]
+
+  KdaDecay(const KdaInputs& in, const DeltaPlan& plan, int64_t hv)
+      : gate(in, hv), key_dim(plan.key_dim), ldk(plan.ldk), g(static_cast<const Acc*>(in.g)) {}
+  StepDecay<Acc> Step(int64_t token, const DeltaStepTiles<Acc>& tiles) const {
+    LoadDecays<Acc>(gate, 1, key_dim, g + token * key_dim, 0, tiles.decay, ldk);
+    MultiplyRow<Acc>(key_dim, tiles.q, tiles.decay, tiles.q_read);
+    MultiplyRow<Acc>(key_dim, tiles.k, tiles.decay, tiles.k_read);
+    return {tiles.decay, 1, Acc(1), tiles.q_read, tiles.k_read};
+  }
+};

@@ -43,8 +43,8 @@ inline void LoadDecays(const Gate<Acc>& gate, int64_t rows, int64_t columns, con
   }
 }
 
-// Takes the gradients of the log-decays through the gate: writes those of g to dg, and of each token's share in a_log to
-// d_rates.
+// Takes the gradients of the log-decays through the gate: writes those of g to dg, and of each token's share in a_log
+// to d_rates.
 template <class Acc>
 inline void StoreDecayGradients(const Gate<Acc>& gate, int64_t rows, int64_t columns, const Acc* g, int64_t stride,
                                 const Acc* d_decay, int64_t ld, Acc* dg, Acc* d_rates, int64_t rate_stride) {

@@ -326,7 +326,7 @@ inline void RecomputeCheckpoints(const ScanBackwardArgs& args, const ScanItem& i
 template <class Acc>
 void ScanBackwardItem(const ScanBackwardArgs& args, const ScanItem& item, int64_t longest, void* scratch) {
   constexpr int L = kLanes<Acc>;
-  ScanPieces<Acc> pieces(static_cast<Acc*>(scratch));
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const ScanBackwardTiles<Acc> tiles(args, longest, pieces);
   const ScanTiles<Acc>& shared = tiles.shared;
   LoadParameters<Acc>(args, item, shared);

@@ -69,7 +69,7 @@ inline void FinishOutput(int64_t tokens, const Acc* skip, const Acc* u, const Ac
 template <class Acc>
 void ScanForwardItem(const ScanForwardArgs& args, const ScanItem& item, void* scratch) {
   constexpr int L = kLanes<Acc>;
-  ScanPieces<Acc> pieces(static_cast<Acc*>(scratch));
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const ScanForwardTiles<Acc> tiles(args, pieces);
   const ScanTiles<Acc>& shared = tiles.shared;
   LoadParameters<Acc>(args, item, shared);

@@ -3,43 +3,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "cpu/chunked/layout.h"
 #include "cpu/mamba1_scan/scratch.h"
 #include "cpu/parallel.h"
 
-#include "cpu/simd/begin_scalar.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/mamba1_scan/tiles-inl.h"
-#include "cpu/mamba1_scan/fwd-inl.h"
-#include "cpu/mamba1_scan/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-
-// No tier of its own for the bf16 instructions: they multiply bf16 numbers, and the scan computes in float throughout.
-#if PACKFREE_X86
-#include "cpu/simd/begin_avx2.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/mamba1_scan/tiles-inl.h"
-#include "cpu/mamba1_scan/fwd-inl.h"
-#include "cpu/mamba1_scan/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#include "cpu/simd/begin_avx512.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/mamba1_scan/tiles-inl.h"
-#include "cpu/mamba1_scan/fwd-inl.h"
-#include "cpu/mamba1_scan/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-#endif
-
 namespace packfree {
-namespace {
-
 // The functions of one tier; the dtypes of the tensors are looked at tile by tile.
 struct ScanKernels {
   void (*forward)(const ScanForwardArgs&, const ScanItem&, void* scratch);
@@ -47,32 +14,18 @@ struct ScanKernels {
   void (*reduce)(const ScanBackwardArgs&, const ScanCoefficients& input, const void* partials, void* target,
                  int64_t first, int64_t last);
 };
+}  // namespace packfree
 
-#define PACKFREE_KERNELS(tier, Acc) \
-  ScanKernels { &tier::ScanForwardItem<Acc>, &tier::ScanBackwardItem<Acc>, &tier::ScanReduceTokens<Acc> }
+// No tier of its own for the bf16 instructions: they multiply bf16 numbers, and the scan computes in float throughout.
+#define PACKFREE_HIGHEST_TIER 2
+#define PACKFREE_TEXTS "cpu/mamba1_scan/tier-inl.h"
+#include "cpu/simd/each_tier.h"
 
-ScanKernels KernelsFor(const ScanArgs& args) {
-  if (args.is_double) return PACKFREE_KERNELS(scalar, double);
-#if PACKFREE_X86
-  if (args.tier >= Tier::kAvx512) return PACKFREE_KERNELS(avx512, float);
-  if (args.tier == Tier::kAvx2) return PACKFREE_KERNELS(avx2, float);
-#endif
-  return PACKFREE_KERNELS(scalar, float);
-}
-#undef PACKFREE_KERNELS
+namespace packfree {
+namespace {
 
-template <class Acc>
-int64_t ForwardScratchBytes(const ScanArgs& args) {
-  ScanPieces<Acc> pieces(nullptr);
-  ScanForwardTiles<Acc>(args, pieces);
-  return pieces.used() * static_cast<int64_t>(sizeof(Acc));
-}
-template <class Acc>
-int64_t BackwardScratchBytes(const ScanArgs& args, int64_t longest) {
-  ScanPieces<Acc> pieces(nullptr);
-  ScanBackwardTiles<Acc>(args, longest, pieces);
-  return pieces.used() * static_cast<int64_t>(sizeof(Acc));
-}
+// Stands for the dtype of the arithmetic.
+Dtype AccDtype(const ScanArgs& args) { return args.is_double ? Dtype::kFloat64 : Dtype::kFloat32; }
 
 // One parameter gradient [D, rows] from rows [first_row, first_row + rows) of the partial sums, which are Acc; their
 // total is kept in double.
@@ -126,9 +79,9 @@ int64_t ScanChannelBlocks(const ScanArgs& args) {
 }
 
 void mamba1_scan_fwd_cpu(const ScanForwardArgs& args) {
-  const ScanKernels kernels = KernelsFor(args);
+  const ScanKernels kernels = PickKernels(args.tier, AccDtype(args));
   const std::vector<ScanItem> items = ScanItems(args);
-  ScratchPool pool(args.is_double ? ForwardScratchBytes<double>(args) : ForwardScratchBytes<float>(args));
+  ScratchPool pool(ScratchBytes<ScanForwardTiles>(AccDtype(args), args));
   ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
     const ScratchPool::Lease scratch(&pool);
     kernels.forward(args, items[item], scratch.get());
@@ -136,12 +89,11 @@ void mamba1_scan_fwd_cpu(const ScanForwardArgs& args) {
 }
 
 void mamba1_scan_bwd_cpu(const ScanBackwardArgs& args) {
-  const ScanKernels kernels = KernelsFor(args);
+  const ScanKernels kernels = PickKernels(args.tier, AccDtype(args));
   const std::vector<ScanItem> items = ScanItems(args);
   int64_t longest = 0;
   for (int64_t n = 0; n < args.packing.num_sequences; ++n) longest = std::max(longest, args.packing.length(n));
-  ScratchPool pool(args.is_double ? BackwardScratchBytes<double>(args, longest)
-                                  : BackwardScratchBytes<float>(args, longest));
+  ScratchPool pool(ScratchBytes<ScanBackwardTiles>(AccDtype(args), args, longest));
   ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
     const ScratchPool::Lease scratch(&pool);
     kernels.backward(args, items[item], longest, scratch.get());

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/mamba1_scan/mamba1_scan.h"
+#include "cpu/scratch.h"
 
 namespace packfree {
 
@@ -24,23 +25,6 @@ struct ScanItem {
 constexpr int kScanStates = 4;
 // Lanes of the widest register that holds an Acc.
 constexpr int64_t kScanMostLanes = 16;
-
-// Hands out pieces of one buffer in order, each on a cache line; without a buffer it only counts.
-template <class Acc>
-class ScanPieces {
- public:
-  explicit ScanPieces(Acc* buffer) : buffer_(buffer) {}
-  Acc* Take(int64_t elements) {
-    Acc* piece = buffer_ == nullptr ? nullptr : buffer_ + used_;
-    used_ += (elements + 15) / 16 * 16;
-    return piece;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  Acc* buffer_;
-  int64_t used_ = 0;
-};
 
 // Row of a tile with N columns.
 inline int64_t ScanStateStride(int64_t states) {
@@ -62,7 +46,7 @@ struct ScanTiles {
   Acc* C;        // [kScanTokens, stride]
   int64_t stride;
 
-  ScanTiles(const ScanArgs& args, ScanPieces<Acc>& pieces)
+  ScanTiles(const ScanArgs& args, Pieces<Acc>& pieces)
       : rate(pieces.Take(args.states * kScanChannels)),
         rate2(pieces.Take(args.states * kScanChannels)),
         fixed_B(pieces.Take(args.B.fixed ? args.states * kScanChannels : 0)),
@@ -85,7 +69,7 @@ struct ScanForwardTiles {
   Acc* z;
   Acc* y;
 
-  ScanForwardTiles(const ScanArgs& args, ScanPieces<Acc>& pieces)
+  ScanForwardTiles(const ScanArgs& args, Pieces<Acc>& pieces)
       : shared(args, pieces),
         u(pieces.Take(kScanTokens * kScanMostLanes)),
         delta(pieces.Take(kScanTokens * kScanMostLanes)),
@@ -118,7 +102,7 @@ struct ScanBackwardTiles {
   Acc* sums;        // [kScanTokens, states]
   Acc* parameters;  // [3, states, L]: sums over the block's tokens for dA, and for dB and dC where fixed
 
-  ScanBackwardTiles(const ScanArgs& args, int64_t longest, ScanPieces<Acc>& pieces)
+  ScanBackwardTiles(const ScanArgs& args, int64_t longest, Pieces<Acc>& pieces)
       : shared(args, pieces),
         checkpoints(pieces.Take((longest + kScanTokens - 1) / kScanTokens * args.states * kScanChannels)),
         dstate(pieces.Take(args.states * kScanChannels)),

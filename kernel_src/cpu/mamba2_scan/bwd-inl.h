@@ -1,39 +1,6 @@
 // Backward pass of Mamba-2's scan: one sequence and one block of heads of a group. Included once per tier, after
 // chunk-inl.h. Names of gradients carry d_ before the name of the tile they belong to.
 
-// Runs the states over chunks [from, to) of the sequence; with `keep` it stores each chunk's, counted from `from`.
-// `advance_last` says whether the state after chunk to - 1 is wanted.
-template <class Elem, class Acc>
-inline void RecomputeStates(const Mamba2ScanInputs& in, const Mamba2ScanPlan& plan, int64_t n, const HeadBlock& heads,
-                            int64_t from, int64_t to, bool keep, bool advance_last,
-                            const Mamba2BackwardTiles<Acc>& tiles) {
-  const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
-  for (int64_t index = from; index < to; ++index) {
-    if (keep) {
-      __builtin_memcpy(tiles.kept + (index - from) * plan.kept, tiles.running, plan.kept * sizeof(Acc));
-    }
-    if (index + 1 == to && !advance_last) break;
-    const int64_t begin = in.packing.bos(n) + index * kChunk;
-    const int64_t left = in.packing.eos(n) - begin;
-    const int64_t c = left < kChunk ? left : kChunk;
-    LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, false, chunk);
-    for (int64_t j = 0; j < heads.count; ++j) {
-      const int64_t h = heads.first + j;
-      Acc* state = tiles.running + j * plan.state_turned;
-      LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
-      ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
-      LoadTile<Acc>(c, plan.head_dim, static_cast<const Elem*>(in.x) + begin * in.x_token + h * in.x_head, in.x_token,
-                    chunk.x_rows, plan.ldp);
-      WeighForState<Acc>(plan, c, chunk);
-      for (int64_t r = 0; r < plan.head_dim; ++r) {
-        ScaleRow<Acc>(plan.state_dim, chunk.from_start[c - 1], state + r * plan.lds);
-      }
-      Multiply<Into::kAdd>(plan.head_dim, plan.state_dim, c, chunk.x_rows, 1, plan.ldp, chunk.b_rows, plan.lds, state,
-                           plan.lds);
-    }
-  }
-}
-
 // y_rows holds the output before the gate. Writes dz and leaves the gradient of that output in y_rows:
 //   y = out silu(z),  d_out = d_y silu(z),  dz = d_y out sigmoid(z) (1 + z (1 - sigmoid(z))).
 template <class Elem, class Acc>
@@ -176,7 +143,9 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
     }
     Multiply<Into::kAdd>(c, S, P, chunk.x_rows, ldp, 1, tiles.d_state_turned, lds, tiles.d_b, lds);
     if (state_turned != nullptr) {
-      for (int64_t r = 0; r < P; ++r) d_over_chunk += RowDot<Acc>(S, state_turned + r * lds, tiles.d_state_turned + r * lds);
+      for (int64_t r = 0; r < P; ++r) {
+        d_over_chunk += RowDot<Acc>(S, state_turned + r * lds, tiles.d_state_turned + r * lds);
+      }
       d_over_chunk *= chunk.from_start[c - 1];
     }
   }
@@ -222,6 +191,68 @@ inline void StoreGroupGradients(const Mamba2ScanBackward& args, const Mamba2Scan
   }
 }
 
+// What WalkBackward calls. `row` is the sequence's first entry in partial sums of [.., H].
+template <class Elem, class Acc>
+struct Mamba2BackwardPass {
+  const Mamba2ScanBackward& args;
+  const Mamba2ScanPartials& partials;
+  const Mamba2ScanPlan& plan;
+  const HeadBlock& heads;
+  int64_t n, row, block;
+  const Mamba2BackwardTiles<Acc>& tiles;
+
+  // With `keep` stores each chunk's states; then the state after the last chunk is not wanted.
+  void Recompute(int64_t from, int64_t to, bool keep) const {
+    for (int64_t index = from; index < to; ++index) {
+      if (keep) __builtin_memcpy(tiles.kept + (index - from) * plan.kept, tiles.running, plan.kept * sizeof(Acc));
+      if (keep && index + 1 == to) break;
+      const Chunk span(args.in.packing, n, index);
+      LoadGroup<Elem, Acc>(args.in, plan, span.begin, span.count, heads.group, false, tiles.chunk);
+      for (int64_t j = 0; j < heads.count; ++j) AdvanceHead(span.begin, span.count, j);
+    }
+  }
+
+  void AdvanceHead(int64_t begin, int64_t c, int64_t j) const {
+    const Mamba2ScanInputs& in = args.in;
+    const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
+    const int64_t P = plan.head_dim, S = plan.state_dim, h = heads.first + j;
+    Acc* state = tiles.running + j * plan.state_turned;
+    LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
+    ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
+    LoadTile<Acc>(c, P, static_cast<const Elem*>(in.x) + begin * in.x_token + h * in.x_head, in.x_token, chunk.x_rows,
+                  plan.ldp);
+    WeighForState<Acc>(plan, c, chunk);
+    for (int64_t r = 0; r < P; ++r) ScaleRow<Acc>(S, chunk.from_start[c - 1], state + r * plan.lds);
+    Multiply<Into::kAdd>(P, S, c, chunk.x_rows, 1, plan.ldp, chunk.b_rows, plan.lds, state, plan.lds);
+  }
+
+  void Backward(int64_t index, int64_t slot) const {
+    const Mamba2ScanInputs& in = args.in;
+    const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
+    const Chunk span(in.packing, n, index);
+    const int64_t begin = span.begin, c = span.count;
+    const bool from_zero = index == 0 && in.initial_state == nullptr;
+    const bool has_after = index + 1 < tiles.segments.chunks || args.d_final_state != nullptr;
+    const bool wants_before = index > 0 || args.d_initial_state != nullptr;
+    LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, true, chunk);
+    ClearTile<Acc>(c, c, tiles.d_cb, plan.ldc);
+    ClearTile<Acc>(c, plan.state_dim, tiles.d_b, plan.lds);
+    ClearTile<Acc>(c, plan.state_dim, tiles.d_c, plan.lds);
+    for (int64_t j = 0; j < heads.count; ++j) {
+      const int64_t h = heads.first + j;
+      const Acc* state = tiles.kept + slot * plan.kept + j * plan.state_turned;
+      LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
+      ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
+      WeighReads<Acc>(plan, c, chunk);
+      BackwardChunk<Elem, Acc>(args, plan, begin, c, h, from_zero ? nullptr : state, tiles.d_states + j * plan.state,
+                               has_after, wants_before, tiles,
+                               partials.dd == nullptr ? nullptr : partials.dd + (row + h) * plan.head_dim);
+      StoreStepGradients<Acc>(args, begin, c, h, tiles, partials.da + row + h, partials.ddt_bias + row + h);
+    }
+    StoreGroupGradients<Elem, Acc>(args, partials, plan, begin, c, heads.group, block, tiles);
+  }
+};
+
 // `slot` counts the sequences with tokens before this one. Its entries of the partial sums are set here.
 template <class Elem, class Acc>
 inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t n, int64_t slot,
@@ -230,11 +261,9 @@ inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartial
   const Mamba2ScanPlan plan(in);
   const HeadBlock heads(plan, block);
   const int64_t length = in.packing.length(n);
-  const SegmentPlan segments(plan.kept * static_cast<int64_t>(sizeof(Acc)), length);
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
-  const Mamba2BackwardTiles<Acc> tiles(plan, segments, pieces);
-  const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
-  const int64_t P = plan.head_dim, S = plan.state_dim;
+  const Mamba2BackwardTiles<Acc> tiles(plan, length, pieces);
+  const int64_t P = plan.head_dim, S = plan.state_dim, row = slot * in.heads;
   const int64_t caller_states = (n * in.heads + heads.first) * P * S;
 
   for (int64_t j = 0; j < heads.count; ++j) {
@@ -252,50 +281,13 @@ inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartial
       ClearTile<Acc>(P, S, state, plan.lds);
     }
     if (length == 0) continue;
-    const int64_t row = slot * in.heads + heads.first + j;
-    partials.da[row] = 0;
-    partials.ddt_bias[row] = 0;
-    for (int64_t p = 0; p < P && partials.dd != nullptr; ++p) partials.dd[row * P + p] = 0;
+    const int64_t h = row + heads.first + j;
+    partials.da[h] = 0;
+    partials.ddt_bias[h] = 0;
+    for (int64_t p = 0; p < P && partials.dd != nullptr; ++p) partials.dd[h * P + p] = 0;
   }
-  for (int64_t s = 0; s < segments.segments; ++s) {
-    __builtin_memcpy(tiles.checkpoints + s * plan.kept, tiles.running, plan.kept * sizeof(Acc));
-    if (s + 1 == segments.segments) break;
-    RecomputeStates<Elem, Acc>(in, plan, n, heads, s * segments.per_segment, (s + 1) * segments.per_segment, false,
-                               true, tiles);
-  }
-
-  const int64_t chunks = (length + kChunk - 1) / kChunk;  // 0 for an empty sequence
-  for (int64_t s = segments.segments - 1; s >= 0; --s) {
-    const int64_t from = s * segments.per_segment;
-    const int64_t to = from + segments.per_segment < chunks ? from + segments.per_segment : chunks;
-    __builtin_memcpy(tiles.running, tiles.checkpoints + s * plan.kept, plan.kept * sizeof(Acc));
-    RecomputeStates<Elem, Acc>(in, plan, n, heads, from, to, true, false, tiles);
-    for (int64_t index = to - 1; index >= from; --index) {
-      const int64_t begin = in.packing.bos(n) + index * kChunk;
-      const int64_t left = in.packing.eos(n) - begin;
-      const int64_t c = left < kChunk ? left : kChunk;
-      const bool from_zero = index == 0 && in.initial_state == nullptr;
-      const bool has_after = index + 1 < chunks || args.d_final_state != nullptr;
-      const bool wants_before = index > 0 || args.d_initial_state != nullptr;
-      LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, true, chunk);
-      ClearTile<Acc>(c, c, tiles.d_cb, plan.ldc);
-      ClearTile<Acc>(c, S, tiles.d_b, plan.lds);
-      ClearTile<Acc>(c, S, tiles.d_c, plan.lds);
-      for (int64_t j = 0; j < heads.count; ++j) {
-        const int64_t h = heads.first + j;
-        const int64_t row = slot * in.heads + h;
-        const Acc* state = tiles.kept + (index - from) * plan.kept + j * plan.state_turned;
-        LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
-        ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
-        WeighReads<Acc>(plan, c, chunk);
-        BackwardChunk<Elem, Acc>(args, plan, begin, c, h, from_zero ? nullptr : state, tiles.d_states + j * plan.state,
-                                 has_after, wants_before, tiles,
-                                 partials.dd == nullptr ? nullptr : partials.dd + row * P);
-        StoreStepGradients<Acc>(args, begin, c, h, tiles, partials.da + row, partials.ddt_bias + row);
-      }
-      StoreGroupGradients<Elem, Acc>(args, partials, plan, begin, c, heads.group, block, tiles);
-    }
-  }
+  WalkBackward<Acc>(tiles.segments, plan.kept, tiles.running, tiles.checkpoints,
+                    Mamba2BackwardPass<Elem, Acc>{args, partials, plan, heads, n, row, block, tiles});
   if (args.d_initial_state == nullptr) return;
   for (int64_t j = 0; j < heads.count; ++j) {
     LoadTileTransposed<Acc>(S, P, tiles.d_states + j * plan.state, plan.ldp, tiles.d_state_turned, plan.lds);

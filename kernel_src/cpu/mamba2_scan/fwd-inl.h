@@ -30,7 +30,7 @@ inline void ForwardUnit(const Mamba2ScanForward& args, int64_t n, int64_t block,
   const Mamba2ForwardTiles<Acc> tiles(plan, pieces);
   const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
   const int64_t P = plan.head_dim, S = plan.state_dim;
-  const int64_t bos = in.packing.bos(n), eos = in.packing.eos(n);
+  const int64_t chunks = ChunksOf(in.packing.length(n));
   const int64_t caller_states = (n * in.heads + heads.first) * P * S;
   for (int64_t j = 0; j < heads.count; ++j) {
     Acc* state = tiles.states + j * plan.state;
@@ -41,10 +41,11 @@ inline void ForwardUnit(const Mamba2ScanForward& args, int64_t n, int64_t block,
       ClearTile<Acc>(S, P, state, plan.ldp);
     }
   }
-  for (int64_t begin = bos; begin < eos; begin += kChunk) {
-    const int64_t c = eos - begin < kChunk ? eos - begin : kChunk;
-    const bool from_zero = begin == bos && in.initial_state == nullptr;
-    const bool last = begin + c == eos && args.final_state == nullptr;
+  for (int64_t index = 0; index < chunks; ++index) {
+    const Chunk span(in.packing, n, index);
+    const int64_t begin = span.begin, c = span.count;
+    const bool from_zero = index == 0 && in.initial_state == nullptr;
+    const bool last = index + 1 == chunks && args.final_state == nullptr;
     LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, true, chunk);
     for (int64_t j = 0; j < heads.count; ++j) {
       const int64_t h = heads.first + j;

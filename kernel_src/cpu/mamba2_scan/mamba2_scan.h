@@ -8,8 +8,8 @@
 
 namespace packfree {
 
-// Elem is the dtype of x, B, C, z; Acc is float, or double where Elem is double. The last axis of every tensor is dense.
-// Head h reads group h / (H / G).
+// Elem is the dtype of x, B, C, z; Acc is float, or double where Elem is double. The last axis of every tensor is
+// dense. Head h reads group h / (H / G).
 struct Mamba2ScanInputs {
   PackingView packing;        // T tokens, N sequences
   int64_t heads;              // H

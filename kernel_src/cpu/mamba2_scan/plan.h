@@ -6,6 +6,7 @@
 
 #include "cpu/chunked/layout.h"
 #include "cpu/mamba2_scan/mamba2_scan.h"
+#include "cpu/scratch.h"
 
 namespace packfree {
 
@@ -97,6 +98,7 @@ struct Mamba2ForwardTiles {
 
 template <class Acc>
 struct Mamba2BackwardTiles {
+  SegmentPlan segments;
   Mamba2ChunkTiles<Acc> chunk;
   Acc* running;         // [block, P, lds]: states of the recomputation
   Acc* checkpoints;     // [segments, block, P, lds]: states at the segments' starts
@@ -117,8 +119,9 @@ struct Mamba2BackwardTiles {
   Acc* d_step;          // [kChunk]
   Acc* d_log_decay;     // [kChunk]
 
-  Mamba2BackwardTiles(const Mamba2ScanPlan& plan, const SegmentPlan& segments, Pieces<Acc>& pieces)
-      : chunk(plan, pieces),
+  Mamba2BackwardTiles(const Mamba2ScanPlan& plan, int64_t length, Pieces<Acc>& pieces)
+      : segments(plan.kept * static_cast<int64_t>(sizeof(Acc)), length),
+        chunk(plan, pieces),
         running(pieces.Take(plan.block * plan.state_turned)),
         checkpoints(pieces.Take(segments.segments * plan.block * plan.state_turned)),
         kept(pieces.Take(segments.per_segment * plan.kept)),
@@ -148,19 +151,5 @@ struct Mamba2ScanPartials {
   void* db;          // Acc [blocks, T, S], or null where a group is one unit and writes its result
   void* dc;          // the same
 };
-
-// Bytes that one work item needs.
-template <class Acc>
-int64_t Mamba2ForwardBytes(const Mamba2ScanPlan& plan) {
-  Pieces<Acc> pieces(nullptr);
-  Mamba2ForwardTiles<Acc>(plan, pieces);
-  return pieces.used() * static_cast<int64_t>(sizeof(Acc));
-}
-template <class Acc>
-int64_t Mamba2BackwardBytes(const Mamba2ScanPlan& plan, int64_t length) {
-  Pieces<Acc> pieces(nullptr);
-  Mamba2BackwardTiles<Acc>(plan, SegmentPlan(plan.kept * static_cast<int64_t>(sizeof(Acc)), length), pieces);
-  return pieces.used() * static_cast<int64_t>(sizeof(Acc));
-}
 
 }  // namespace packfree

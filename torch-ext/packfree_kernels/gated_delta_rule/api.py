@@ -2,12 +2,11 @@
 
 from typing import Optional, Tuple
 
-import torch
 from torch import Tensor
 
-from .._delta_rule import check_tokens, checked_scale, checked_states
+from .._delta_rule import check_tokens, run_packed
 from .._ops import ops
-from ..packing import Boundaries, resolve_packing
+from ..packing import Boundaries
 from . import autograd  # noqa: F401  registers fakes and gradients
 
 
@@ -78,9 +77,11 @@ def chunk_gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024); argument order of
     flash-linear-attention's function of this name. Derivation of both passes: README.md in this folder.
     """
-    return _call(
-        "chunk_gated_delta_rule", ops.gated_delta_rule_fwd, q, k, v, g, beta, scale, initial_state,
-        output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
+    op = "chunk_gated_delta_rule"
+    check_tokens(op, q, k, v, g, beta, decay_per_channel=False)
+    return run_packed(
+        op, ops.gated_delta_rule_fwd, q, k, v, g, beta, (), scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
     )  # fmt: skip
 
 
@@ -107,48 +108,9 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         NotImplementedError: in the backward pass; call :func:`chunk_gated_delta_rule` to train.
     """
-    return _call(
-        "fused_recurrent_gated_delta_rule", ops.gated_delta_rule_recurrent_fwd, q, k, v, g, beta, scale, initial_state,
-        output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
-    )  # fmt: skip
-
-
-def _call(
-    op: str,
-    kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: Optional[float],
-    initial_state: Optional[Tensor],
-    output_final_state: bool,
-    l2norm: bool,
-    cu_seqlens: Optional[Boundaries],
-    seq_idx: Optional[Tensor],
-    position_ids: Optional[Tensor],
-) -> Tuple[Tensor, Optional[Tensor]]:
+    op = "fused_recurrent_gated_delta_rule"
     check_tokens(op, q, k, v, g, beta, decay_per_channel=False)
-    batch, length, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
-    packing = resolve_packing(op, batch, length, q.device, cu_seqlens, seq_idx, position_ids)
-    scale = checked_scale(op, scale, key_dim)
-    state_dtype = torch.promote_types(q.dtype, torch.float32)
-    if initial_state is not None:
-        shape = (value_heads, key_dim, value_dim)
-        initial_state = checked_states(op, initial_state, packing, shape, q.device).to(state_dtype)
-    o, final_state = kernel(
-        q.reshape(packing.tokens, key_heads, key_dim),
-        k.reshape(packing.tokens, key_heads, key_dim),
-        v.reshape(packing.tokens, value_heads, value_dim),
-        g.reshape(packing.tokens, value_heads).to(state_dtype),
-        beta.reshape(packing.tokens, value_heads).to(state_dtype),
-        packing.cu_seqlens,
-        initial_state,
-        scale,
-        bool(l2norm),
-        bool(output_final_state),
-    )
-    o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1)
-    return o, packing.gather_states(final_state) if output_final_state else None
+    return run_packed(
+        op, ops.gated_delta_rule_recurrent_fwd, q, k, v, g, beta, (), scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
+    )  # fmt: skip

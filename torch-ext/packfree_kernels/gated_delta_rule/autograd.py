@@ -9,6 +9,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from .._delta_rule import no_backward
 from .._ops import add_op_namespace_prefix, ops
 
 
@@ -94,12 +95,7 @@ torch.library.register_autograd(
     add_op_namespace_prefix("gated_delta_rule_fwd"), _backward, setup_context=_setup_context
 )
 
-
-def _recurrent_backward(ctx, do: Tensor, dfinal_state: Tensor):
-    raise NotImplementedError(
-        "fused_recurrent_gated_delta_rule: has no backward pass; call chunk_gated_delta_rule, which takes the same "
-        "arguments and gives the same result with gradients"
-    )
-
-
-torch.library.register_autograd(add_op_namespace_prefix("gated_delta_rule_recurrent_fwd"), _recurrent_backward)
+torch.library.register_autograd(
+    add_op_namespace_prefix("gated_delta_rule_recurrent_fwd"),
+    no_backward("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule"),
+)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .._checks import check_dtype, check_same_device, check_tensor, value_error
-from .._delta_rule import DTYPES, check_tokens, checked_number, checked_scale, checked_states
+from .._delta_rule import DTYPES, check_tokens, checked_number, run_packed
 from .._ops import ops
-from ..packing import Boundaries, resolve_packing
+from ..packing import Boundaries
 from . import autograd  # noqa: F401  registers fakes and gradients
 
 
@@ -43,21 +43,16 @@ def chunk_kda(
     Each sequence starts from its initial state (or 0) and never sees another one's tokens.
 
     Args:
-        q: queries ``[B, T, H, K]``, fp32, bf16 or fp16 (fp64 runs too, in plain scalar code).
-        k: keys ``[B, T, H, K]``, q's dtype.
-        v: values ``[B, T, HV, V]``, q's dtype. HV is a multiple of H; value head ``h`` reads key head
-            ``h // (HV / H)``. K and V are 1 to 256.
+        q, k: ``[B, T, H, K]``, fp32, bf16 or fp16 (fp64 runs too, in plain scalar code).
+        v: ``[B, T, HV, V]``, q's dtype. HV is a multiple of H.
         g: log-decay ``[B, T, HV, K]``, any floating dtype, computed with in fp32. Normally <= 0; positive values grow
             the state and are taken as they are. With ``use_gate_in_kernel`` it is what the gate makes the log-decay of.
-        beta: strength of the correction ``[B, T, HV]``, any floating dtype.
-        scale: factor of q; ``K ** -0.5`` if None.
-        initial_state: ``[N, HV, K, V]``, one state a sequence (B states without boundaries), any floating dtype. Rows
-            are the key axis.
-        output_final_state: whether to return the states after each sequence's last token.
-        use_qk_l2norm_in_kernel: divide each row of q and k by ``sqrt(|x|^2 + 1e-6)`` first, in fp32.
+        beta: ``[B, T, HV]``, any floating dtype.
+        initial_state: ``[N, HV, K, V]``, any floating dtype.
+        scale, output_final_state, use_qk_l2norm_in_kernel: as in :func:`chunk_gated_delta_rule`, which says more of the
+            arguments above too.
         use_gate_in_kernel: compute the log-decay here, from ``x = g + dt_bias``: ``-exp(A_log) softplus(x)``, or
             ``lower_bound sigmoid(exp(A_log) x)`` if ``lower_bound`` is given.
-        cu_seqlens: offsets ``[N + 1]`` of the sequences packed in one row (B = 1), int32, int64 or a list of ints.
         A_log: ``[HV]`` or any shape of HV elements, any floating dtype. Only with ``use_gate_in_kernel``, which
             needs it.
         dt_bias: ``[HV * K]`` or ``[HV, K]``, any floating dtype; 0 if None. Only with ``use_gate_in_kernel``.
@@ -65,10 +60,7 @@ def chunk_kda(
             here, so it changes nothing; together with ``use_gate_in_kernel`` it asks for ``lower_bound``, as there.
         lower_bound: what the log-decay of the bounded gate never falls below, negative. Only with
             ``use_gate_in_kernel``.
-        seq_idx: labels ``[B, T]`` that never decrease along a row; negative labels are tail padding.
-        position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used where neither of the others is
-            given. Without any boundaries each row is one sequence. Under ``torch.compile`` labels and positions stand
-            for ``B * T`` sequences, most of them empty, so a smaller number of states needs ``cu_seqlens`` there.
+        cu_seqlens, seq_idx, position_ids: boundaries, as in :func:`chunk_gated_delta_rule`.
 
     Returns:
         ``o`` ``[B, T, HV, V]`` in q's dtype, exactly 0 at padding tokens, and the final states ``[N, HV, K, V]`` in
@@ -96,9 +88,12 @@ def chunk_kda(
     Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025); argument names and order
     of flash-linear-attention's function of this name. Derivation of both passes: README.md in this folder.
     """
-    return _call(
-        "chunk_kda", ops.kda_fwd, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, cu_seqlens, A_log, dt_bias, safe_gate, lower_bound, seq_idx, position_ids,
+    op = "chunk_kda"
+    check_tokens(op, q, k, v, g, beta, decay_per_channel=True)
+    gate = _checked_gate(op, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, q, g)
+    return run_packed(
+        op, ops.kda_fwd, q, k, v, g, beta, gate, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens, seq_idx, position_ids,
     )  # fmt: skip
 
 
@@ -129,63 +124,13 @@ def fused_recurrent_kda(
     Raises:
         NotImplementedError: in the backward pass; call :func:`chunk_kda` to train.
     """
-    return _call(
-        "fused_recurrent_kda", ops.kda_recurrent_fwd, q, k, v, g, beta, scale, initial_state, output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, cu_seqlens, A_log, dt_bias, safe_gate, lower_bound, seq_idx,
-        position_ids,
-    )  # fmt: skip
-
-
-def _call(
-    op: str,
-    kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: Optional[float],
-    initial_state: Optional[Tensor],
-    output_final_state: bool,
-    l2norm: bool,
-    use_gate: bool,
-    cu_seqlens: Optional[Boundaries],
-    A_log: Optional[Tensor],
-    dt_bias: Optional[Tensor],
-    safe_gate: bool,
-    lower_bound: Optional[float],
-    seq_idx: Optional[Tensor],
-    position_ids: Optional[Tensor],
-) -> Tuple[Tensor, Optional[Tensor]]:
+    op = "fused_recurrent_kda"
     check_tokens(op, q, k, v, g, beta, decay_per_channel=True)
-    batch, length, key_heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    A_log, dt_bias, lower_bound = _checked_gate(
-        op, use_gate, A_log, dt_bias, safe_gate, lower_bound, value_heads, key_dim, q.device, wide
-    )
-    packing = resolve_packing(op, batch, length, q.device, cu_seqlens, seq_idx, position_ids)
-    scale = checked_scale(op, scale, key_dim)
-    if initial_state is not None:
-        shape = (value_heads, key_dim, value_dim)
-        initial_state = checked_states(op, initial_state, packing, shape, q.device).to(wide)
-    o, final_state = kernel(
-        q.reshape(packing.tokens, key_heads, key_dim),
-        k.reshape(packing.tokens, key_heads, key_dim),
-        v.reshape(packing.tokens, value_heads, value_dim),
-        g.reshape(packing.tokens, value_heads, key_dim).to(wide),
-        beta.reshape(packing.tokens, value_heads).to(wide),
-        A_log,
-        dt_bias,
-        lower_bound,
-        packing.cu_seqlens,
-        initial_state,
-        scale,
-        bool(l2norm),
-        bool(output_final_state),
-    )
-    o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1)
-    return o, packing.gather_states(final_state) if output_final_state else None
+    gate = _checked_gate(op, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, q, g)
+    return run_packed(
+        op, ops.kda_recurrent_fwd, q, k, v, g, beta, gate, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
+    )  # fmt: skip
 
 
 def _checked_gate(
@@ -195,27 +140,27 @@ def _checked_gate(
     dt_bias: Optional[Tensor],
     safe_gate: bool,
     lower_bound: Optional[float],
-    value_heads: int,
-    key_dim: int,
-    device: torch.device,
-    wide: torch.dtype,
+    q: Tensor,
+    g: Tensor,
 ) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[float]]:
-    """The gate's parameters as the kernels take them: A_log ``[HV]``, dt_bias ``[HV, K]``, both in ``wide``."""
+    """The gate's parameters as the kernels take them: A_log ``[HV]``, dt_bias ``[HV, K]``, in fp32 or fp64."""
     if not use_gate:
         for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if value is not None:
                 got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise value_error(op, name, "be None without use_gate_in_kernel", got)
         return None, None, None
+    value_heads, key_dim = g.shape[2:]
+    wide = torch.promote_types(q.dtype, torch.float32)
     check_tensor(op, "A_log", A_log)
     check_dtype(op, "A_log", A_log, DTYPES)
-    check_same_device(op, "A_log", A_log, device)
+    check_same_device(op, "A_log", A_log, q.device)
     if A_log.numel() != value_heads:
         raise value_error(op, "A_log", f"have HV = {value_heads} elements", f"shape {tuple(A_log.shape)}")
     if dt_bias is not None:
         check_tensor(op, "dt_bias", dt_bias)
         check_dtype(op, "dt_bias", dt_bias, DTYPES)
-        check_same_device(op, "dt_bias", dt_bias, device)
+        check_same_device(op, "dt_bias", dt_bias, q.device)
         if tuple(dt_bias.shape) not in ((value_heads * key_dim,), (value_heads, key_dim)):
             expected = f"have shape [HV * K] or [HV, K] with HV, K = {(value_heads, key_dim)}"
             raise value_error(op, "dt_bias", expected, tuple(dt_bias.shape))

@@ -9,6 +9,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from .._delta_rule import no_backward
 from .._ops import add_op_namespace_prefix, ops
 
 
@@ -108,12 +109,6 @@ def _backward(ctx, do: Tensor, dfinal_state: Tensor):
 
 torch.library.register_autograd(add_op_namespace_prefix("kda_fwd"), _backward, setup_context=_setup_context)
 
-
-def _recurrent_backward(ctx, do: Tensor, dfinal_state: Tensor):
-    raise NotImplementedError(
-        "fused_recurrent_kda: has no backward pass; call chunk_kda, which takes the same arguments and gives the same "
-        "result with gradients"
-    )
-
-
-torch.library.register_autograd(add_op_namespace_prefix("kda_recurrent_fwd"), _recurrent_backward)
+torch.library.register_autograd(
+    add_op_namespace_prefix("kda_recurrent_fwd"), no_backward("fused_recurrent_kda", "chunk_kda")
+)

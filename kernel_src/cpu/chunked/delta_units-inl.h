@@ -1,0 +1,172 @@
+// Work units of the delta rules: one sequence and one key head with its value heads. Included once per tier, after the
+// op's own stages, which it calls. Args, ChunkTiles and BackwardTiles are those of the op. For a key head:
+//   KeyProducts(plan, c, with_q, tiles)                  what its value heads share beside the rows of q and k
+//   ClearKeyProductGradients(plan, c, backward tiles)
+//   KeyProductGradients(plan, c, backward tiles)         what the gradients of those give to the rows
+// For a value head, after the former:
+//   PrepareHead(in, plan, begin, c, hv, with_q, tiles)   everything that does not depend on the state: decays, beta
+//   WeighPairs(plan, c, with_q, tiles)                   system, and with_q read
+//   StateRows(tiles), StateFactors(tiles)                q and k as they read the state; times these rows [c], or null
+//   AdvanceState(plan, c, tiles, corrections, stride, state)
+//   BackwardHead(args, plan, begin, c, hv, backward tiles, state_turned, corrections, d_state)
+
+// Loads q (if `with_q`) and k of tokens [begin, begin + c) of key head h.
+template <class Elem, class Acc, template <class> class ChunkTiles>
+inline void LoadChunk(const DeltaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t h, bool with_q,
+                      const ChunkTiles<Acc>& tiles) {
+  const Elem* k = static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head;
+  Acc* k_rows = tiles.rows + plan.ldk;
+  LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.pair_k, tiles.k_inverse);
+  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.pair_k, tiles.k_turned, plan.ldc);
+  if (with_q) {
+    const Elem* q = static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head;
+    LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.pair_k,
+                  tiles.q_inverse);
+  }
+  KeyProducts<Acc>(plan, c, with_q, tiles);
+}
+
+// o_i = factor_i q_i S + sum over j <= i of read_ij corrections_j, and S after the chunk.
+template <class Elem, class Acc, template <class> class ChunkTiles, class Args>
+inline void ForwardHead(const Args& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
+                        const ChunkTiles<Acc>& tiles, Acc* state) {
+  const int64_t V = plan.value_dim, stride = plan.pair_v;
+  Acc* reads = tiles.value_rows;                   // [c, V]: q S, then o
+  Acc* corrections = tiles.value_rows + plan.ldv;  // [c, V]: k S, then the corrections
+  PrepareHead<Acc>(args.in, plan, begin, c, hv, true, tiles);
+  WeighPairs<Acc>(plan, c, true, tiles);
+  Multiply<Into::kOverwrite>(2 * c, V, plan.key_dim, StateRows<Acc>(tiles), plan.ldk, 1, state, plan.ldv,
+                             tiles.value_rows, plan.ldv);
+  const Acc* factors = StateFactors<Acc>(tiles);
+  SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, factors, tiles.system, corrections, stride);
+  for (int64_t i = 0; factors != nullptr && i < c; ++i) ScaleRow<Acc>(V, factors[i], reads + i * stride);
+  MultiplyLower<Into::kAdd>(c, V, tiles.read, plan.ldc, corrections, stride, reads, stride);
+  Elem* o = static_cast<Elem*>(args.o) + (begin * args.in.value_heads + hv) * V;
+  StoreTile<Acc>(c, V, reads, stride, o, args.in.value_heads * V);
+  AdvanceState<Acc>(plan, c, tiles, corrections, stride, state);
+}
+
+template <class Elem, class Acc, template <class> class ChunkTiles, class Args>
+inline void ForwardUnit(const Args& args, int64_t n, int64_t h, void* scratch) {
+  const DeltaInputs& in = args.in;
+  const DeltaPlan plan(in);
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
+  const ChunkTiles<Acc> tiles(plan, pieces);
+  const int64_t first = n * in.value_heads + h * plan.group, chunks = ChunksOf(in.packing.length(n));
+  LoadStates<Acc>(plan, in.initial_state, first, tiles.states);
+  for (int64_t index = 0; index < chunks; ++index) {
+    const Chunk chunk(in.packing, n, index);
+    LoadChunk<Elem, Acc>(in, plan, chunk.begin, chunk.count, h, true, tiles);
+    for (int64_t j = 0; j < plan.group; ++j) {
+      ForwardHead<Elem, Acc>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles,
+                             tiles.states + j * plan.state);
+    }
+  }
+  StoreStates<Acc>(plan, tiles.states, first, args.final_state);
+}
+
+// What WalkBackward calls.
+template <class Elem, class Acc, class Args, class BackwardTiles>
+struct DeltaBackwardPass {
+  const Args& args;
+  const DeltaPlan& plan;
+  int64_t n, h;
+  const BackwardTiles& tiles;
+
+  // With `keep` stores each chunk's states (transposed) and corrections.
+  void Recompute(int64_t from, int64_t to, bool keep) const {
+    for (int64_t index = from; index < to; ++index) {
+      const Chunk chunk(args.in.packing, n, index);
+      LoadChunk<Elem, Acc>(args.in, plan, chunk.begin, chunk.count, h, false, tiles.chunk);
+      for (int64_t j = 0; j < plan.group; ++j) {
+        RecomputeHead(chunk.begin, chunk.count, j, keep ? (index - from) * plan.group + j : -1);
+      }
+    }
+  }
+
+  // `slot` is where to keep, or negative.
+  void RecomputeHead(int64_t begin, int64_t c, int64_t j, int64_t slot) const {
+    const int64_t K = plan.key_dim, V = plan.value_dim, hv = h * plan.group + j;
+    Acc* state = tiles.chunk.states + j * plan.state;
+    Acc* rows = tiles.chunk.value_rows;  // [c, V]: k S, then the corrections
+    PrepareHead<Acc>(args.in, plan, begin, c, hv, false, tiles.chunk);
+    WeighPairs<Acc>(plan, c, false, tiles.chunk);
+    Multiply<Into::kOverwrite>(c, V, K, StateRows<Acc>(tiles.chunk) + plan.ldk, plan.pair_k, 1, state, plan.ldv, rows,
+                               plan.ldv);
+    SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, StateFactors<Acc>(tiles.chunk), tiles.chunk.system, rows,
+                                plan.ldv);
+    if (slot >= 0) {
+      LoadTileTransposed<Acc>(K, V, state, plan.ldv, tiles.states_turned + slot * plan.state_turned, plan.ldk);
+      LoadTile<Acc>(c, V, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
+    }
+    AdvanceState<Acc>(plan, c, tiles.chunk, rows, plan.ldv, state);
+  }
+
+  void Backward(int64_t index, int64_t kept) const {
+    const Chunk chunk(args.in.packing, n, index);
+    LoadChunk<Elem, Acc>(args.in, plan, chunk.begin, chunk.count, h, true, tiles.chunk);
+    ClearTile<Acc>(2 * chunk.count, plan.key_dim, tiles.d_rows, plan.ldk);
+    ClearKeyProductGradients<Acc>(plan, chunk.count, tiles);
+    for (int64_t j = 0; j < plan.group; ++j) {
+      const int64_t slot = kept * plan.group + j;
+      BackwardHead<Elem, Acc>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles,
+                              tiles.states_turned + slot * plan.state_turned, tiles.corrections + slot * plan.values,
+                              tiles.d_states + j * plan.state);
+    }
+    KeyProductGradients<Acc>(plan, chunk.count, tiles);
+    StoreKeyGradients(chunk.begin, chunk.count);
+  }
+
+  // Through scale and normalisation of q and k.
+  void StoreKeyGradients(int64_t begin, int64_t c) const {
+    const DeltaInputs& in = args.in;
+    const int64_t K = plan.key_dim, row = (begin * in.key_heads + h) * K;
+    StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head, in.q_token,
+                           in.l2norm, static_cast<Acc>(in.scale), tiles.chunk.rows, plan.pair_k, tiles.chunk.q_inverse,
+                           tiles.d_rows, static_cast<Elem*>(args.dq) + row, in.key_heads * K);
+    StoreRowGradients<Acc>(c, K, static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head, in.k_token,
+                           in.l2norm, Acc(1), tiles.chunk.rows + plan.ldk, plan.pair_k, tiles.chunk.k_inverse,
+                           tiles.d_rows + plan.ldk, static_cast<Elem*>(args.dk) + row, in.key_heads * K);
+  }
+};
+
+template <class Elem, class Acc, template <class> class BackwardTiles, class Args>
+inline void BackwardUnit(const Args& args, int64_t n, int64_t h, void* scratch) {
+  const DeltaInputs& in = args.in;
+  const DeltaPlan plan(in);
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
+  const BackwardTiles<Acc> tiles(plan, in.packing.length(n), pieces);
+  const int64_t first = n * in.value_heads + h * plan.group;
+  LoadStates<Acc>(plan, args.d_final_state, first, tiles.d_states);
+  LoadStates<Acc>(plan, in.initial_state, first, tiles.chunk.states);
+  WalkBackward<Acc>(tiles.segments, plan.group * plan.state, tiles.chunk.states, tiles.checkpoints,
+                    DeltaBackwardPass<Elem, Acc, Args, BackwardTiles<Acc>>{args, plan, n, h, tiles});
+  StoreStates<Acc>(plan, tiles.d_states, first, args.d_initial_state);
+}
+
+// Token by token: one sequence and one value head. Decay<Acc> is the op's: made of (in, plan, hv), its member
+// Step(t, tiles) says how the state decays at token t and sets q_read and k_read to match.
+template <class Elem, class Acc, template <class> class Decay, class Args>
+inline void RecurrentUnit(const Args& args, int64_t n, int64_t hv, void* scratch) {
+  const DeltaInputs& in = args.in;
+  const DeltaPlan plan(in);
+  const int64_t K = plan.key_dim, V = plan.value_dim, h = hv / plan.group;
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
+  const DeltaStepTiles<Acc> tiles(plan, pieces);
+  const Decay<Acc> decay(args.in, plan, hv);
+  SteppedState<Acc> state = OpenState<Acc>(in, plan, n, hv, args.final_state, tiles.state);
+  for (int64_t t = in.packing.bos(n); t < in.packing.eos(n); ++t) {
+    const int64_t token = t * in.value_heads + hv;
+    Acc unused;
+    LoadRows<Acc>(1, K, static_cast<const Elem*>(in.q) + t * in.q_token + h * in.q_head, 0, in.l2norm,
+                  static_cast<Acc>(in.scale), tiles.q, plan.ldk, &unused);
+    LoadRows<Acc>(1, K, static_cast<const Elem*>(in.k) + t * in.k_token + h * in.k_head, 0, in.l2norm, Acc(1), tiles.k,
+                  plan.ldk, &unused);
+    LoadTile<Acc>(1, V, static_cast<const Elem*>(in.v) + t * in.v_token + hv * in.v_head, 0, tiles.v, plan.ldv);
+    const StepDecay<Acc> step = decay.Step(token, tiles);
+    StepState<Acc>(K, V, step, tiles.k, RowDot<Acc>(K, tiles.q, tiles.k), static_cast<const Acc*>(in.beta)[token],
+                   tiles.v, tiles.o, &state);
+    StoreTile<Acc>(1, V, tiles.o, plan.ldv, static_cast<Elem*>(args.o) + token * V, 0);
+  }
+  CloseState<Acc>(in, plan, n, hv, state, args.final_state);
+}
