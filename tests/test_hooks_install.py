@@ -201,6 +201,20 @@ def test_kernel_first_then_transformers():
     assert float(output) < 1e-4
 
 
+def test_model_file_that_brings_transformers_in():
+    """Where a model's own file is what first imports transformers' base class, its functions are replaced too."""
+    output = run_python(
+        """
+        import kernels
+        kernel = kernels.get_kernel("org/packfree-kernels", version=1, trust_remote_code=True)
+        from transformers import Lfm2Config, Lfm2ForCausalLM
+        Lfm2ForCausalLM(Lfm2Config(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=8))
+        print(kernel.hooks_status().functions)
+        """
+    )
+    assert "modeling_lfm2" in output
+
+
 def test_switched_off_by_the_environment():
     output = run_python(
         """

@@ -8,6 +8,7 @@ from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delt
 from .hooks import hooks_status, install_hooks, remove_hooks
 from .hooks import install_on_import as _install_hooks_on_import
 from .kda import chunk_kda, fused_recurrent_kda
+from .leak_report import leak_report
 from .mamba1_scan import mamba_inner_fn, selective_scan_fn
 from .mamba2_scan import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, selective_state_update
 
@@ -25,6 +26,7 @@ __all__ = [
     "hooks_status",
     "install_hooks",
     "layers",
+    "leak_report",
     "mamba_chunk_scan_combined",
     "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",
