@@ -3,6 +3,7 @@
 # make build   the CPU variant, into build/
 # make bench   every op against its alternatives, into benchmarks/results/
 # make check   lint, format rules and ABI of the built variant
+# make sanitize  fuzz kernels and bindings under guard pages and sanitizers; SANITIZE="--inputs 5000" for longer
 # make variants  every variant that this platform can build
 # Each sets up what it needs in .venv on first use.
 SHELL := /bin/bash
@@ -40,9 +41,8 @@ check: build
 variants: build
 	@echo "variants: the CPU variant is the only one so far"
 
-# Tests of memory safety on instrumented builds.
-sanitize: $(READY)
-	@$(BIN)/python tools/sanitize.py
+sanitize: build
+	@$(BIN)/python tools/sanitize.py $(SANITIZE)
 
 clean:
 	rm -rf build

@@ -117,6 +117,18 @@ def test_update_continues_a_sequence(kernel, dtype, tier):
     assert_same_bits("unused rows", cache[[1, 3]], torch.zeros(2, 20, 6, dtype=dtype))
 
 
+def test_update_after_any_number_of_tokens(kernel, tier):
+    """A circular buffer knows the count of tokens by its remainder alone, up to the largest int64."""
+    x, weight, cache = torch.randn(1, 5, 3), torch.randn(5, 4), torch.randn(1, 5, 4)
+    results = []
+    for seen in (2**63 - 1, (2**63 - 1) % 4):
+        state = cache.clone()
+        y = kernel.causal_conv1d_update(x, state, weight, None, None, torch.tensor([seen]))
+        results.append((y, state))
+    assert_same_bits("outputs", results[0][0], results[1][0])
+    assert_same_bits("state", results[0][1], results[1][1])
+
+
 def test_mixed_dtypes(kernel):
     """bf16 tokens with float32 parameters, as under autocast."""
     x, weight, bias = torch.randn(1, 8, 10).bfloat16(), torch.randn(8, 4), torch.randn(8)
