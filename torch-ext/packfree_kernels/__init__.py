@@ -1,6 +1,7 @@
 """Padding-free (packed) training for every layer kind: the functions, their layers, and the hooks into transformers."""
 
-from . import layers
+from . import _packing_ops, layers  # noqa: F401  registers shapes
+from ._devices import refuse_cuda_where_unserved as _refuse_cuda_where_unserved
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -48,4 +49,5 @@ def cpu_tier() -> str:
     return tier
 
 
+_refuse_cuda_where_unserved()
 _install_hooks_on_import()
