@@ -1,4 +1,9 @@
 // What causal_conv1d.cpp calls in a tier: one function per direction and dtype, with the width turned into a constant.
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/causal_conv1d/fwd-inl.h"
+#include "cpu/causal_conv1d/bwd-inl.h"
+#include "cpu/causal_conv1d/update-inl.h"
 
 // Runs the statement with the constant W equal to `width`, one of kConvMinWidth to kConvMaxWidth.
 #define PACKFREE_CONV_CASE(N, ...) \
@@ -58,8 +63,8 @@ void ConvUpdateItem(const ConvUpdateArgs& args, int64_t batch, int64_t channel, 
 #undef PACKFREE_WITH_CONV_WIDTH
 #undef PACKFREE_CONV_CASE
 
-template <class Acc, class Elem>
-constexpr ConvKernels MakeConvKernels() {
+template <class Elem, class Acc>
+constexpr ConvKernels TierKernels() {
   return {&ConvForwardItem<Acc, Elem>, &ConvFinalStateItem<Acc, Elem>, &ConvBackwardItem<Acc, Elem>,
           &ConvUpdateItem<Acc, Elem>};
 }
