@@ -4,12 +4,22 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 
 from tests.test_hooks_multimodal import qwen
 from tests.tiny_models import LOGIT_TOLERANCE, NAME, SETTINGS, build, first_position, load, pack
 
 SECOND_SAMPLE = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads cost more than they bring on models this small, much more where other processes want the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +86,7 @@ def test_ours_keeps_apart(kernel, model_type, setting):
     assert report.verdict == "apart" and not report.leaks
     assert {row.verdict for row in report.layers} == {"apart"} and len(report.layers) >= 2
     assert all(row.first_token is None for row in report.layers)
-    assert report.output_difference < 5 * LOGIT_TOLERANCE
+    assert all(row.difference < LOGIT_TOLERANCE * row.scale for row in report.layers)
     assert report.sentence.startswith("No leak: ") and "5 samples" in report.sentence
     if model_type not in ("qwen3_next", "gpt_oss"):  # experts get all samples in one matmul
         assert {row.influence for row in report.layers} == {0.0}
@@ -226,8 +236,12 @@ def test_text_pack_of_a_multimodal_model(kernel, rows):
     assert report.verdict == "apart" and [row.kind for row in report.layers] == ["gated delta rule", "attention"]
 
 
-def test_compiled_model(kernel):
-    assert kernel.leak_report(torch.compile(build("llama", "sdpa")), pack()).verdict == "apart"
+def test_wrapped_models(kernel, stock):
+    """A compiled model runs as the module inside it; a wrapper's name is not the model's."""
+    for wrap in (torch.compile, lambda model: get_peft_model(model, LoraConfig(target_modules=["in_proj"]))):
+        report = kernel.leak_report(wrap(build("mamba", "eager")), pack("mamba", "seq_idx"))
+        assert verdicts(report) == [("layers.0", "leaks"), ("layers.1", "leaks")]
+        assert "which MambaForCausalLM drops" in report.sentence
 
 
 BATCHES = {

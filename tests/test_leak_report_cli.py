@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.test_leak_report import one_thread  # noqa: F401  an autouse fixture
 from tests.tiny_models import VOCABULARY, build
 
 
@@ -88,7 +89,7 @@ def started(kernel, arguments, **environment):
     inherited = {name: value for name, value in os.environ.items() if name not in ("LOCAL_KERNELS", "PACKFREE_DEBUG")}
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**inherited, **environment},
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
         cwd=Path(kernel.__file__).anchor,
         capture_output=True,
         text=True,

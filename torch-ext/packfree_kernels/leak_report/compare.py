@@ -27,6 +27,7 @@ class Finding(NamedTuple):
             may change without that.
         influence: largest change of each token when the layer got other hidden states for other samples; 0 where it is
             rounding.
+        scale: the largest number in the alone runs.
         rounding: what difference counts as rounding.
     """
 
@@ -34,6 +35,7 @@ class Finding(NamedTuple):
     own: Tensor
     reached: Tensor
     influence: Tensor
+    scale: float
     rounding: float
 
 
@@ -99,14 +101,15 @@ class Comparer:
         def finding(point: int, routed: bool, whole: bool = False) -> Optional[Finding]:
             if truth[point] is None or total[point] is None:
                 return None
-            rounding = (_ROUNDED * self._eps(truth[point]) + _SUMMED) * float(truth[point].abs().max())
+            scale = float(truth[point].abs().max())
+            rounding = (_ROUNDED * self._eps(truth[point]) + _SUMMED) * scale
             # What is the same in every run needs no tolerance: a single bit that another sample changes is a leak.
             far = reached[point] * (not routed and not bool(repeats[point].any()))
             near = influence[point]
             if routed or bool(repeats_by_itself[point].any()):
                 near = near.masked_fill(near <= rounding, 0)
             parts = (total[point], total[point], far, far) if whole else (total[point], own[point], far, near)
-            return Finding(*parts, rounding)
+            return Finding(*parts, scale, rounding)
 
         return Comparison(
             finding(0, routed=False, whole=True),

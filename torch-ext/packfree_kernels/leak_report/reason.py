@@ -26,7 +26,7 @@ class Setup(NamedTuple):
     """What a report was made of.
 
     Attributes:
-        model: the model.
+        model: the model, without what wraps it (PEFT, data parallel).
         name: its class name.
         attention: its attention implementation.
         pack: the batch.
@@ -41,6 +41,12 @@ class Setup(NamedTuple):
     hooks: HooksStatus
     device: torch.device
 
+    @classmethod
+    def of(cls, model: Any, pack: Pack, hooks: HooksStatus, device: torch.device) -> "Setup":
+        base = internals.model_base() if internals.loaded() else type(model)
+        inner = next((module for module in model.modules() if isinstance(module, base)), model)
+        return cls(inner, type(inner).__name__, guards.attention_name(inner), pack, hooks, device)
+
     def title(self) -> str:
         hooks = "hooks on" if self.hooks.installed else f"hooks off ({self.hooks.reason})"
         attention = f"{self.attention} attention, " if self.attention else ""
@@ -52,10 +58,10 @@ class Setup(NamedTuple):
 def sentence(setup: Setup, rows: Sequence[LayerResult], first: Optional[Culprit]) -> str:
     """Whether the setup leaks, where it begins and why, in one sentence."""
     if first is None:
-        largest = max((row.difference for row in rows), default=0.0)
+        largest = max((row.difference / row.scale for row in rows if row.scale > 0), default=0.0)
         return (
             f"No leak: {setup.name} keeps the {len(setup.pack.bounds)} samples apart in all of its {len(rows)} layers, "
-            f"and packed equals alone up to rounding (at most {largest:.1e})."
+            f"and packed equals alone up to rounding (at most {largest:.1e} of the largest number in a layer)."
         )
     row, call = first
     where = row.layer if call is None else f"{row.layer} ({call.place.kind})"

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from .._checks import type_error, value_error
-from ..hooks import guards, hooks_status
+from ..hooks import hooks_status
 from .batch import read_batch
 from .compare import Comparer
 from .layers import find_layers
@@ -53,9 +53,7 @@ def leak_report(model: nn.Module, batch: Any) -> LeakReport:
     model = getattr(model, "_orig_mod", model)
     pack = read_batch(model, batch)
     layers = find_layers(model)
-    setup = Setup(
-        model, type(model).__name__, guards.attention_name(model), pack, hooks_status(), batch["input_ids"].device
-    )
+    setup = Setup.of(model, pack, hooks_status(), batch["input_ids"].device)
     with watching(model, layers) as watch:
         comparer = Comparer(model, pack, watch)
         alone = comparer.alone()

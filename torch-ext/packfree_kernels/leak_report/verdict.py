@@ -25,6 +25,7 @@ class LayerResult:
         difference: largest difference between packed and alone of what the layer returns, in the plain forward.
         own_difference: the same where the layer gets the hidden states of the alone runs, so that it is its own doing.
         influence: largest change of a token where the layer gets other hidden states for other samples.
+        scale: the largest number that the layer returns in the alone runs.
         rounding: up to which a difference counts as rounding.
         first_token: index in the pack of the first token that leaks, differs or inherits; None where none does.
         first_sample: ``(sample, token)``, the same token counted inside its sample.
@@ -38,6 +39,7 @@ class LayerResult:
     difference: float
     own_difference: float
     influence: float
+    scale: float
     rounding: float
     first_token: Optional[int]
     first_sample: Optional[Tuple[int, int]]
@@ -135,4 +137,4 @@ def _row(
         token, index = int(pack.live()[live]), int(pack.sample_of()[live])
         sample = (index, token - pack.bounds[index][0])
     largest = (float(part.max()) for part in (finding.total, finding.own, finding.influence))
-    return LayerResult(name, kind, *largest, finding.rounding, token, sample, verdict, culprit)
+    return LayerResult(name, kind, *largest, finding.scale, finding.rounding, token, sample, verdict, culprit)
