@@ -7,6 +7,7 @@ cu_seq_lens as well, and by seq_idx as well. *generate()* is "equal" when greedy
 eager's, for one prompt and for a left-padded batch. A difference is printed and makes the exit status 1.
 """
 
+import importlib
 import sys
 
 import torch
@@ -29,29 +30,12 @@ HEADER = """\
 | model type | layers | packed | generate() |
 | --- | --- | --- | --- |"""
 
-# The function that mixes tokens -> what the layer is called.
-KINDS = {
-    "chunk_gated_delta_rule": "gated delta rule",
-    "chunk_kda": "KDA",
-    "mamba_chunk_scan_combined": "Mamba-2",
-    "selective_scan_fn": "Mamba-1",
-}
-
 
 def layer_kinds(model, kernel):
-    """What mixes the tokens of ``model``, read from the model and from the functions that its file uses."""
-    kinds = []
-    modules = {type(part).__module__ for part in model.modules()}
-    used = {name for name, files in kernel.hooks_status().functions.items() if modules & set(files)}
-    kinds += [kind for name, kind in KINDS.items() if name in used]
-    if not kinds and "causal_conv1d_fn" in used:
-        kinds.append("short convolution")
-    names = {type(part).__name__ for part in model.modules()}
-    if any("Attention" in name for name in names):
-        latent = getattr(model.config, "kv_lora_rank", None)
-        window = getattr(model.config, "sliding_window", None) or getattr(model.config, "local_attention", None)
-        kinds.append("latent attention" if latent else "attention with a window" if window else "attention")
-    return ", ".join(kinds)
+    """What mixes the tokens of ``model``, as a leak report names it."""
+    layers = importlib.import_module(f"{kernel.__name__}.leak_report.layers")
+    mixers = [mixer for layer in layers.find_layers(model) for mixer in layer.mixers]
+    return ", ".join(dict.fromkeys(mixer.kind for mixer in mixers))
 
 
 def outcome(check, *arguments):
