@@ -227,7 +227,7 @@ def test_padding_after_the_last_sample_belongs_to_none(kernel):
     assert report.verdict == "apart" and "2 samples" in report.sentence
 
 
-@pytest.mark.parametrize("rows", [None, 4])
+@pytest.mark.parametrize("rows", [None, 3, 4])
 def test_text_pack_of_a_multimodal_model(kernel, rows):
     batch = pack()
     if rows is not None:
@@ -242,6 +242,38 @@ def test_wrapped_models(kernel, stock):
         report = kernel.leak_report(wrap(build("mamba", "eager")), pack("mamba", "seq_idx"))
         assert verdicts(report) == [("layers.0", "leaks"), ("layers.1", "leaks")]
         assert "which MambaForCausalLM drops" in report.sentence
+
+
+class SumLayer(torch.nn.Module):
+    """Adds the sum of a sample's earlier tokens, in place; ``sample`` ``[T]`` numbers the samples."""
+
+    def forward(self, hidden, sample):
+        return hidden.add_((sample[:, None] == sample).tril(-1).to(hidden) @ hidden)
+
+
+class SumModel(torch.nn.Module):
+    """Nothing of transformers; cuts a pack where it is told ``heed``."""
+
+    def __init__(self, heed):
+        super().__init__()
+        self.heed = heed
+        self.embed = torch.nn.Embedding(128, 8)
+        self.blocks = torch.nn.ModuleList([SumLayer(), SumLayer()])
+
+    def forward(self, input_ids, position_ids=None):
+        cut = self.heed and position_ids is not None
+        sample = (position_ids[0] == 0).cumsum(0) if cut else torch.zeros_like(input_ids[0])
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden, sample)
+        return hidden
+
+
+def test_models_of_other_makes(kernel):
+    assert kernel.leak_report(SumModel(heed=True), pack()).verdict == "apart"
+    report = kernel.leak_report(SumModel(heed=False), pack())
+    assert verdicts(report) == [("blocks.0", "leaks"), ("blocks.1", "leaks")]
+    assert "SumLayer mixes tokens outside the functions that can be told boundaries" in report.sentence
 
 
 BATCHES = {
@@ -291,7 +323,7 @@ def test_model_is_left_alone(kernel):
     model.model.layers[0].eval()
     model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     before, seed = state_of(model), torch.get_rng_state()
-    batch = pack()
+    batch = pack(labels=torch.arange(35)[None])
     kept = {name: value.clone() for name, value in batch.items()}
     model.eval()
     expected = model(**batch).logits

@@ -19,7 +19,8 @@ class Call:
     Attributes:
         place: what was called.
         layer: index of the call of its layer, for a mixer; None for a layer.
-        given: of a layer, the hidden states it got, ``[T, ...]``, or None where no argument looks like them.
+        given: of a layer, the hidden states it got from the model, ``[T, ...]``, or None where no argument looks like
+            them.
         output: the hidden states it returned, ``[T, ...]``, or None likewise.
         boundaries: the boundary keywords that reached it.
     """
@@ -81,13 +82,11 @@ class Watch:
             return None
         key = self._hidden_argument(args, kwargs)
         found = None if key is None else args[key] if isinstance(key, int) else kwargs[key]
-        given = rows(found, self._length)
-        if given is not None and self._feed is not None:
-            given = self._feed(len(self.calls), given)
+        given = copied(rows(found, self._length))
         self._begin(Call(place, None, given, names))
         if given is None or self._feed is None:
             return None
-        fed = given.reshape(found.shape)
+        fed = self._feed(len(self.calls) - 1, given).reshape(found.shape)
         if isinstance(key, int):
             return (*args[:key], fed, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: fed}
@@ -98,7 +97,7 @@ class Watch:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.running and self.running[-1].place.module is module:
-            self.running.pop().output = hidden_states(output, self._length)
+            self.running.pop().output = copied(hidden_states(output, self._length))
 
     def _hidden_argument(self, args: Tuple[Any, ...], kwargs: Any) -> Optional[Union[int, str]]:
         named = [*enumerate(args), ("hidden_states", kwargs.get("hidden_states")), *kwargs.items()]
@@ -121,6 +120,11 @@ def hidden_states(output: Any, length: int) -> Optional[Tensor]:
     return next((found for found in (rows(part, length) for part in parts) if found is not None), None)
 
 
+def copied(hidden: Optional[Tensor]) -> Optional[Tensor]:
+    """A later layer may add to what it is given in place."""
+    return None if hidden is None else hidden.clone()
+
+
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Place]) -> Iterator[Watch]:
     """Hooks on ``layers`` and their mixers, evaluation mode and no gradients, until the block ends or fails."""
@@ -132,7 +136,6 @@ def watching(model: nn.Module, layers: Sequence[Place]) -> Iterator[Watch]:
         for module in training:
             module.training = False
         for module in watch.modules():
-            # First in, last out: the hooks of others, such as accelerate's, may move tensors between devices.
             handles.append(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(watch.leave))
         with torch.no_grad():
