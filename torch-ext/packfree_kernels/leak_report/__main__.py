@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 
@@ -31,4 +32,10 @@ if __name__ == "__main__":
     if __package__:
         # python -m: a parent package, if any, is loaded under a name of its own.
         sys.exit(subprocess.call([sys.executable, str(FOLDER), *sys.argv[1:]]))
-    sys.exit(import_module(f"{load_package()}.leak_report.cli").main())
+    try:
+        status = import_module(f"{load_package()}.leak_report.cli").main()
+    except Exception:
+        # Python would exit with 1, which says that the model leaks.
+        traceback.print_exc()
+        status = 2
+    sys.exit(status)

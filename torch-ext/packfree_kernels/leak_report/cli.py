@@ -24,14 +24,24 @@ SETTINGS: Dict[str, Dict[str, bool]] = {
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """0 if all batches are kept apart, 1 if one leaks or differs, else 3 if one is refused (2 is a usage error)."""
-    arguments = _parser().parse_args(argv)
+    """0 if all batches are kept apart, 1 if one leaks or differs, else 3 if the model or a batch is refused.
+
+    What cannot be run at all raises, or ends as argparse does, with 2.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
     # Before transformers is imported: importing this package has made the hooks wait for it.
     hooks.remove_hooks()
     if arguments.hooks or arguments.attn == OURS:
         hooks.install_hooks()
-    model = _load_model(arguments)
+    try:
+        model = _load_model(arguments)
+    except ValueError as error:
+        print(f"Refused: {error}")
+        return 3
     samples = _samples(arguments, model)
+    if len(samples) < 2:
+        parser.error(f"two samples or more make a pack, got {len(samples)}")
     verdicts = []
     for setting in arguments.settings:
         report = leak_report(model, _pack(samples, setting, arguments))
@@ -60,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "--lengths",
         type=_lengths,
         default=[33, 64, 7, 1, 20],
-        help="lengths of samples of random tokens (default: 33,64,7,1,20)",
+        help="lengths of two or more samples of random tokens (default: 33,64,7,1,20)",
     )
     parser.add_argument("--text", metavar="FILE", help="samples instead: the lines of a text file")
     parser.add_argument("--tokenizer", metavar="NAME", help="tokenizer for --text (default: the model's)")
