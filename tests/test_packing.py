@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.harness.packings import Pack, catalogue
+from tests.harness.packings import SMALL, Pack, catalogue
+from tests.harness.properties import run_with_gradients
+from tests.ops import EXACT
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,44 @@ def test_static_form_under_tracing(packing):
         static = offsets(pack.position_ids).tolist()
         assert len(static) == pack.tokens + 1
         assert sorted(set(static)) == pack.offsets and static == sorted(static)
+
+
+VALUE_DEPENDENT = {"nonzero", "_local_scalar_dense", "item", "unique_consecutive", "_unique2", "masked_select"}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_positions_are_cut_without_looking_at_them(packing, rows):
+    """Traced with unknown length and values: one graph, static shapes, no operation whose shape depends on values."""
+
+    def cut(ids):
+        cu_seqlens = packing.cu_seqlens_from_position_ids(ids)
+        return cu_seqlens, packing.seq_idx_from_cu_seqlens(cu_seqlens, ids.shape[-1])
+
+    def ids_of(pack):
+        return pack.position_ids if rows == 1 else pack.position_ids.expand(rows, 1, -1).contiguous()
+
+    graph = make_fx(cut, tracing_mode="symbolic")(ids_of(SMALL))
+    used = {node.target.__name__.split(".")[0] for node in graph.graph.nodes if node.op == "call_function"}
+    assert used and not used & VALUE_DEPENDENT
+    # Three rotary rows fall only behind a sample of two tokens or more.
+    others = [SMALL, Pack("other", (9, 1, 1, 20)), Pack("one", (1,))]
+    for pack in others if rows != 3 else [Pack("three rows", (9, 2, 20))]:
+        cu_seqlens, labels = graph(ids_of(pack))
+        assert cu_seqlens.shape == (pack.tokens + 1,) and sorted(set(cu_seqlens.tolist())) == pack.offsets
+        assert labels.tolist() == pack.seq_idx.tolist()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_no_function_branches_on_boundaries(name):
+    """Fake tensors have no values: a function that looks at one, forward or backward, raises."""
+    # States would need one entry a token: there the number of sequences is not known.
+    op = next(op for op in (case() for case in EXACT[name]) if not {*op.states} & {*op.make(SMALL, torch.float32)})
+    for spelling in op.spellings:
+        with FakeTensorMode() as mode:
+            inputs = {key: mode.from_tensor(value) for key, value in op.make(SMALL, torch.float32).items()}
+            given = {key: mode.from_tensor(value) for key, value in op.boundaries(SMALL, spelling).items()}
+            results = run_with_gradients(lambda leaves, given=given: op.run(leaves, **given), inputs)
+        assert all(is_fake(value) for value in results.values())
 
 
 def test_explicit_boundaries_win_over_positions(packing):

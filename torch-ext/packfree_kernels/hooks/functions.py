@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import packing
 from .._checks import type_error, value_error
 from ..causal_conv1d.api import WIDTHS
-from . import context, lost
+from . import context, recompute
 
 # Device types on which our functions run. Calls elsewhere keep the stock path with their keywords untouched.
 SUPPORTED_DEVICES = ("cpu",)
@@ -24,8 +24,24 @@ def supported(device: torch.device) -> bool:
     return device.type in SUPPORTED_DEVICES
 
 
+def running(needed: bool = True) -> Optional[context.Boundaries]:
+    """The boundaries of the forward that is running, or being recomputed outside of one; None if it is not packed.
+
+    Raises:
+        RuntimeError: they are ``needed``, and it cannot be told to which forward a recompute belongs.
+    """
+    if context.inside_forward():
+        return context.current()
+    if not torch.compiler.is_compiling():
+        return recompute.boundaries_of_recompute(needed)
+    # A trace holds for other forwards too. Without fullgraph the error sends the layer back to eager mode, which knows.
+    if needed and recompute.recomputing():
+        raise recompute.unknown()
+    return None
+
+
 def find_boundaries(
-    name: str, stock: Callable, batch: int, length: int, device: torch.device, keywords: Dict[str, Any]
+    name: str, batch: int, length: int, device: torch.device, keywords: Dict[str, Any]
 ) -> Optional[Dict[str, Tensor]]:
     """The boundary keywords for our function ``name``, or None if the call is not packed.
 
@@ -33,21 +49,20 @@ def find_boundaries(
 
     Raises:
         ValueError: the running forward is packed, but not for a tensor of this shape.
+        RuntimeError: a recompute of which it is not known whether it is packed.
     """
     if not supported(device):
         return None
-    here = context.current()
-    if all(keywords.get(spelling) is None for spelling in ("cu_seqlens", "cu_seq_lens_q", "seq_idx")):
-        key = (name, id(stock), batch, length)
+    told = any(keywords.get(spelling) is not None for spelling in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
+    here = running(needed=not told)
+    if not told:
         if here is None:
-            lost.served_without_boundaries(name, key)
             return None
         if not here.fit(batch, length):
             raise ValueError(
                 f"{name}: {here.model} runs a packed batch of shape {(here.batch, here.length)}, but calls {name} for "
                 f"{(batch, length)} tokens without boundaries; pass cu_seq_lens_q or seq_idx down to it"
             )
-        lost.served_from_context(key)
         return {"cu_seqlens": here.cu_seqlens} if batch == 1 else {"seq_idx": here.seq_idx}
     return explicit_boundaries(name, batch, length, keywords, checked=here is not None)
 
@@ -109,13 +124,13 @@ def _keywords_only(name: str, after: str, args: Tuple[Any, ...]) -> None:
 
 def _model() -> str:
     """The class of the model that is running, for messages."""
-    here = context.current()
+    here = running()
     return "this model" if here is None else here.model
 
 
 def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
     def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **keywords: Any) -> Any:
-        cuts = find_boundaries(name, stock, x.shape[0], x.shape[-1], x.device, keywords)
+        cuts = find_boundaries(name, x.shape[0], x.shape[-1], x.device, keywords)
         if cuts is None:
             return stock(x, weight, bias, *args, **keywords)
         _keywords_only(name, "bias", args)
@@ -140,7 +155,7 @@ def _delta_rule(*known: str) -> Callable[..., Callable]:
 
     def build(name: str, stock: Callable, ours: Callable) -> Callable:
         def delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> Any:
-            cuts = find_boundaries(name, stock, q.shape[0], q.shape[1], q.device, keywords)
+            cuts = find_boundaries(name, q.shape[0], q.shape[1], q.device, keywords)
             if cuts is None:
                 return stock(q, k, v, *args, **keywords)
             _keywords_only(name, "beta", args[2:])
@@ -156,7 +171,7 @@ def _mamba2_scan(name: str, stock: Callable, ours: Callable) -> Callable:
     def mamba_chunk_scan_combined(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
     ) -> Any:
-        cuts = find_boundaries(name, stock, x.shape[0], x.shape[1], x.device, keywords)
+        cuts = find_boundaries(name, x.shape[0], x.shape[1], x.device, keywords)
         if cuts is None:
             return stock(x, dt, A, B, C, *args, **keywords)
         _keywords_only(name, "chunk_size", args[1:])
@@ -175,7 +190,7 @@ def _mamba1_scan(name: str, stock: Callable, ours: Callable) -> Callable:
     def selective_scan_fn(
         u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
     ) -> Any:
-        cuts = find_boundaries(name, stock, u.shape[0], u.shape[2], u.device, keywords)
+        cuts = find_boundaries(name, u.shape[0], u.shape[2], u.device, keywords)
         if cuts is None:
             return stock(u, delta, A, B, C, *args, **keywords)
         _keywords_only(name, "C", args)
@@ -196,7 +211,7 @@ def _step_by_step(time_dim: int) -> Callable[..., Callable]:
 
     def build(name: str, stock: Callable, ours: Callable) -> Callable:
         def fused(x: Tensor, *args: Any, **keywords: Any) -> Any:
-            if find_boundaries(name, stock, x.shape[0], x.shape[time_dim], x.device, keywords) is None:
+            if find_boundaries(name, x.shape[0], x.shape[time_dim], x.device, keywords) is None:
                 return stock(x, *args, **keywords)
             return None
 
@@ -207,7 +222,7 @@ def _step_by_step(time_dim: int) -> Callable[..., Callable]:
 
 def _not_served(name: str, stock: Callable) -> Callable:
     def refuse_if_packed(*args: Any, **keywords: Any) -> Any:
-        here = context.current()
+        here = running()
         explicit = any(keywords.get(key) is not None for key in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"))
         if (here is not None or explicit) and supported(args[0].device):
             raise NotImplementedError(

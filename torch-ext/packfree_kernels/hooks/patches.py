@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import Tensor
 
-from . import boundaries, context, functions, guards, internals, lost
+from . import boundaries, context, functions, guards, internals, recompute
 from .undo import UndoList
 
 _active = [False]
@@ -61,6 +61,7 @@ def remove() -> None:
     _hooked_functions.clear()
     _hooked_modules.clear()
     guards.forget()
+    recompute.forget()
 
 
 # ---- functions ----
@@ -109,11 +110,17 @@ def _wrap_forward(cls: type) -> None:
         call = dict(zip(signature.names, args))
         call.update(kwargs)
         found = boundaries.boundaries_of_call(self, call, signature)
+        compiling = torch.compiler.is_compiling()
+        first = None if compiling else recompute.next_node()
+        if compiling and found is not None:
+            recompute.note_compiled_forward()
         context.enter(found)
         try:
             return stock(self, **call)
         finally:
             context.restore((False, None))
+            if first is not None:
+                recompute.note_forward(first, found)
 
     forward.packfree_forward = True
     _undo.replace(cls, "forward", forward)
@@ -249,22 +256,19 @@ def _attention(stock: Callable) -> Callable:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        here = context.current()
         if not _active[0] or not functions.supported(query.device):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         # query and key: [B, H, T, K]
         batch, length = query.shape[0], query.shape[2]
-        call = ("attention", id(module), batch, length)
+        here = functions.running(needed=kwargs.get("cu_seq_lens_q") is None)
         if here is None:
-            if kwargs.get("cu_seq_lens_q") is None and key.shape[2] == length:
-                lost.served_without_boundaries("attention", call)
+            pass
         elif type(getattr(module, "config", None)) is not here.config_type:
             # A tower was handed the text's keywords along with everything else; its own boundaries are other tensors.
             if kwargs.get("cu_seq_lens_q") is here.cu_seqlens:
                 kwargs = {name: value for name, value in kwargs.items() if name not in internals.BOUNDARY_KEYWORDS}
         else:
             if kwargs.get("cu_seq_lens_q") is None and here.fit(batch, length) and key.shape[2] == length:
-                lost.served_from_context(call)
                 kwargs.update(cu_seq_lens_q=here.cu_seqlens, cu_seq_lens_k=here.cu_seqlens)
                 kwargs.update(max_length_q=here.max_length, max_length_k=here.max_length)
             if attention_mask is not None:

@@ -1,0 +1,100 @@
+"""The boundaries of a layer that is recomputed in the backward pass, when nothing hands them to it.
+
+Activation checkpointing runs a layer again during the backward pass. Checkpointing that transformers sets up re-enters
+the boundaries of its own forward (see ``patches.py``). A wrapper from elsewhere (FSDP's, accelerate's, a hand-written
+one) does not, and a model that drops the boundary keywords would recompute the layer as one sequence: wrong gradients
+without a word.
+
+Autograd tells which forward is being recomputed. It numbers the nodes of its graph in the order of their creation, each
+thread for itself, and a recompute runs inside a node that the forward has made: a node of the checkpointed region, or
+the reentrant checkpoint itself. So the numbers between which a model's forward ran are kept with its boundaries. What
+cannot be told by them is an error, never a guess.
+"""
+
+from collections import deque
+from typing import Deque, NamedTuple, Optional
+
+import torch
+
+from .context import Boundaries
+
+# Forwards whose backward pass may still come. They hold a few integers a token each, so not all are kept.
+_MOST = 32
+
+
+class _Forward(NamedTuple):
+    """A finished forward of a model: it made the nodes ``first`` to ``end - 1``; None means that it was unpacked."""
+
+    first: int
+    end: int
+    boundaries: Optional[Boundaries]
+
+
+_forwards: Deque[_Forward] = deque(maxlen=_MOST)
+# The nodes of packed forwards that are kept no longer end here.
+_forgotten = [0]
+# Whether a packed forward was compiled: where its graph breaks, what runs between the pieces is not noted.
+_compiled = [False]
+
+
+def next_node() -> int:
+    """The number that autograd gives to the next node of this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
+def note_forward(first: int, boundaries: Optional[Boundaries]) -> None:
+    """Remember a forward that ends now and began when ``first`` was the next node, if it can have a backward pass."""
+    end = next_node()
+    # Evaluation numbers a node too where it calls an autograd function.
+    if end == first or not torch.is_grad_enabled():
+        return
+    if len(_forwards) == _MOST and _forwards[0].boundaries is not None:
+        _forgotten[0] = max(_forgotten[0], _forwards[0].end)
+    _forwards.append(_Forward(first, end, boundaries))
+
+
+@torch.compiler.assume_constant_result
+def note_compiled_forward() -> None:
+    """Remember that packed forwards are compiled; runs while one is traced."""
+    _compiled[0] = True
+
+
+def forget() -> None:
+    _forwards.clear()
+    _forgotten[0], _compiled[0] = 0, False
+
+
+@torch.compiler.assume_constant_result
+def recomputing() -> bool:
+    """Whether this call runs inside a backward pass: -1 is what autograd reports outside of one."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def boundaries_of_recompute(needed: bool = True) -> Optional[Boundaries]:
+    """The boundaries of the forward that this call recomputes; None outside a backward pass, and for an unpacked one.
+
+    Raises:
+        RuntimeError: the call recomputes something, it cannot be told whether that was packed, and the caller needs
+            to know because nothing else says so.
+    """
+    node = torch._C._current_autograd_node() if recomputing() else None
+    if node is None:
+        return None
+    number, forwards = node._sequence_nr(), list(_forwards)
+    found = [forward.boundaries for forward in forwards if forward.first <= number < forward.end]
+    if len(found) == 1:
+        return found[0]
+    # Several: threads that number alike. None: a forgotten forward, or a checkpoint made inside a recompute.
+    doubtful = found or [forward.boundaries for forward in forwards]
+    unpacked = all(boundaries is None for boundaries in doubtful) and number >= _forgotten[0] and not _compiled[0]
+    if needed and not unpacked:
+        raise unknown()
+    return None
+
+
+def unknown() -> RuntimeError:
+    return RuntimeError(
+        "packfree-kernels: the sample boundaries of a packed forward are not known in its recompute. Activation "
+        "checkpointing must be switched on with model.gradient_checkpointing_enable(), which keeps them, not with a "
+        "wrapper around the layers; or pass seq_idx and cu_seq_lens_q to every layer"
+    )
