@@ -3,14 +3,16 @@
 # make build   the CPU variant, into build/
 # make bench   every op against its alternatives, into benchmarks/results/
 # make check   lint, format rules and ABI of the built variant
+# make sanitize  fuzz kernels and bindings under guard pages and sanitizers; SANITIZE="--inputs 5000" for longer
 # make variants  every variant that this platform can build
+# make variants-check  every CUDA variant in a CUDA build of torch without a GPU (downloads several GB)
 # Each sets up what it needs in .venv on first use.
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready-$(shell cat requirements.txt | sha256sum | cut -c1-12)
 
-.PHONY: build demo test bench check variants sanitize clean
+.PHONY: build demo test bench check variants variants-check sanitize clean
 .DELETE_ON_ERROR:
 
 $(READY): requirements.txt
@@ -37,12 +39,14 @@ check: build
 	@$(BIN)/python tools/sync_build.py --check
 	@$(BIN)/python tools/check.py
 
-variants: build
-	@echo "variants: the CPU variant is the only one so far"
+variants: $(READY)
+	@$(BIN)/python tools/build.py --all
 
-# Tests of memory safety on instrumented builds.
-sanitize: $(READY)
-	@$(BIN)/python tools/sanitize.py
+variants-check: variants
+	@$(BIN)/python tools/check_variants.py
+
+sanitize: build
+	@$(BIN)/python tools/sanitize.py $(SANITIZE)
 
 clean:
 	rm -rf build

@@ -1,7 +1,10 @@
 """Loads the kernel once, as users do, from build/; fills unwritten outputs with NaN in every test."""
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_ID = "org/packfree-kernels"
@@ -18,6 +21,19 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.harness.kernel import available_tiers, load_kernel  # noqa: E402
+from tests.other_transformers import admit_installed_kernels  # noqa: E402
+
+admit_installed_kernels()
+
+
+def load_tool(name: str) -> ModuleType:
+    """The module tools/``name``.py, by its path: ``build`` is also the name of a folder here."""
+    module_name = f"packfree_tool_{name}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, ROOT / "tools" / f"{name}.py")
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return sys.modules[module_name]
 
 
 @pytest.fixture(scope="session")

@@ -117,6 +117,18 @@ def test_update_continues_a_sequence(kernel, dtype, tier):
     assert_same_bits("unused rows", cache[[1, 3]], torch.zeros(2, 20, 6, dtype=dtype))
 
 
+def test_update_after_any_number_of_tokens(kernel, tier):
+    """A circular buffer knows the count of tokens by its remainder alone, up to the largest int64."""
+    x, weight, cache = torch.randn(1, 5, 3), torch.randn(5, 4), torch.randn(1, 5, 4)
+    results = []
+    for seen in (2**63 - 1, (2**63 - 1) % 4):
+        state = cache.clone()
+        y = kernel.causal_conv1d_update(x, state, weight, None, None, torch.tensor([seen]))
+        results.append((y, state))
+    assert_same_bits("outputs", results[0][0], results[1][0])
+    assert_same_bits("state", results[0][1], results[1][1])
+
+
 def test_mixed_dtypes(kernel):
     """bf16 tokens with float32 parameters, as under autocast."""
     x, weight, bias = torch.randn(1, 8, 10).bfloat16(), torch.randn(8, 4), torch.randn(8)
@@ -243,7 +255,7 @@ def test_empty_inputs(kernel):
         (dict(x=torch.randn(6, 8)), ValueError, r"x must have 3 dimensions, got shape \(6, 8\)"),
         (dict(x=torch.ones(1, 6, 8, dtype=torch.int32)), TypeError, "x must have one of the dtypes .*, got int32"),
         (dict(weight=torch.randn(5, 4)), ValueError, r"weight must have shape \[D, W\] with D = 6, got \(5, 4\)"),
-        (dict(weight=torch.randn(6, 5)), ValueError, "weight must have a width of 2 to 4, got 5"),
+        (dict(weight=torch.randn(6, 9)), ValueError, "weight must have a width of 2 to 8, got 9"),
         (dict(bias=torch.randn(5)), ValueError, r"bias must have shape \[D\] = \(6,\), got \(5,\)"),
         (dict(activation="gelu"), ValueError, "activation must be None, 'silu' or 'swish', got 'gelu'"),
         (dict(weight=torch.randn(6, 4, device="meta")), ValueError, "weight must be on cpu"),

@@ -128,6 +128,7 @@ def test_a_second_build_does_not_stack(kernel, tmp_path):
     shutil.copytree(source / "hooks", package / "hooks")
     for name in ("packing.py", "_checks.py"):
         shutil.copy(source / name, package / name)
+    (package / "_ops.py").write_text("ops = None\n")
     (package / "__init__.py").write_text(
         "def causal_conv1d_fn(*args, **kwargs): raise AssertionError\nchunk_gated_delta_rule = causal_conv1d_fn\n"
     )
@@ -199,6 +200,20 @@ def test_kernel_first_then_transformers():
         """
     )
     assert float(output) < 1e-4
+
+
+def test_model_file_that_brings_transformers_in():
+    """Where a model's own file is what first imports transformers' base class, its functions are replaced too."""
+    output = run_python(
+        """
+        import kernels
+        kernel = kernels.get_kernel("org/packfree-kernels", version=1, trust_remote_code=True)
+        from transformers import Lfm2Config, Lfm2ForCausalLM
+        Lfm2ForCausalLM(Lfm2Config(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=8))
+        print(kernel.hooks_status().functions)
+        """
+    )
+    assert "modeling_lfm2" in output
 
 
 def test_switched_off_by_the_environment():
@@ -319,13 +334,13 @@ def reason_of(model_type, kernel):
 
 
 def test_convolution_that_is_too_wide_is_refused():
-    """LFM3 convolves 7 tokens; the error says what to do, and the model runs unpacked as ever."""
-    model = load("lfm2", conv_L_cache=7)
-    stock = build("lfm2", "eager", conv_L_cache=7)
+    """Our function takes up to 8 tokens; the error says what to do, and the model runs unpacked as ever."""
+    model = load("lfm2", conv_L_cache=9)
+    stock = build("lfm2", "eager", conv_L_cache=9)
     with torch.no_grad():
         assert_logits_equal(model(**alone()[2]).logits, stock(**alone()[2]).logits)
     for setting in SETTINGS:
-        with pytest.raises(ValueError, match="causal_conv1d_fn: Lfm2ForCausalLM.* 7 .*DataCollatorWithPadding"):
+        with pytest.raises(ValueError, match="causal_conv1d_fn: Lfm2ForCausalLM.* 9 .*DataCollatorWithPadding"):
             model(**pack(setting=setting))
 
 

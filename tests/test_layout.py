@@ -65,13 +65,15 @@ def includes(path: Path):
 def test_kernels_include_only_what_lies_below_them():
     """common/ uses nothing of ours beside itself, an op nothing of another op, and no kernel sees a tensor."""
     for path in (ROOT / "kernel_src").rglob("*"):
-        if path.suffix not in {".h", ".cpp"}:
+        if path.suffix not in {".h", ".cpp", ".cu", ".cuh"}:
             continue
         name = path.relative_to(ROOT / "kernel_src").as_posix()
         for included in includes(path):
             where = f"{name} includes {included}"
             if name.startswith("common/"):
                 assert included.startswith("common/"), where
+            for device, other in (("cpu/", "cuda/"), ("cuda/", "cpu/")):
+                assert not (name.startswith(device) and included.startswith(other)), where
             parts = included.split("/")
             if len(parts) > 2 and parts[1] in OPS:
                 assert name.startswith(f"cpu/{parts[1]}/"), where

@@ -6,7 +6,6 @@ a process of its own with a Hugging Face home of its own.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -18,9 +17,9 @@ from typing import Any, Dict
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import REPO_ID, ROOT, load_tool
+
 BUILD = ROOT / "build"
-REPO_ID = "org/packfree-kernels"
 TOKENS = {"hf_writer": "write", "hf_reader": "read"}
 UNREACHABLE = "http://127.0.0.1:9"
 
@@ -100,16 +99,6 @@ def run(code: str, home: Path, endpoint: str = UNREACHABLE, preamble: str = PREA
     )
     assert done.returncode == 0, f"child process failed\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def load_tool(name: str) -> ModuleType:
-    """The module tools/``name``.py, by its path: ``build`` is also the name of a folder here."""
-    module_name = f"packfree_tool_{name}"
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, ROOT / "tools" / f"{name}.py")
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
-    return sys.modules[module_name]
 
 
 @pytest.fixture(scope="module")
@@ -379,11 +368,8 @@ def test_c53_two_builds_live_in_one_process(tools, variant, tmp_path):
     config = build.load_build_toml()
     second = build.variant_of(config, salt="second build of a test")
     # In the work folder of the first build only the file that holds the id is compiled again.
-    work = BUILD / "_work" / "cpu"
-    work.mkdir(parents=True, exist_ok=True)
-    shared_object = build.compile_shared_object(config, second, work, "")
+    (shared_object,) = build.compile_variants(config, [second], BUILD / "_work" / "plain")
     build.assemble(config, second, shared_object, tmp_path / "second" / second.folder)
-    shared_object.unlink()
     code = f"""
 import types
 from pathlib import Path

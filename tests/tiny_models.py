@@ -253,6 +253,31 @@ REFUSED: Dict[str, Dict[str, Any]] = {
 # Types whose packs are kept apart, but only under transformers' own attention: ours has no learned position bias.
 EAGER_ONLY: Dict[str, Dict[str, Any]] = {"inkling_text": dict(_DECODER, **_INKLING)}
 
+# What transformers 5.24 added to the three.
+if "lfm3" in CONFIG_MAPPING:
+    _THREE_LAYERS = dict(num_hidden_layers=3, head_dim=8, sliding_window=6)
+    MODELS["lfm3"] = dict(_DECODER, **_THREE_LAYERS, layer_types=["conv", "full_attention", "sliding_attention"])
+    MODELS["lara_mini"] = dict(
+        _DECODER_OF_EXPERTS,
+        **_DELTA,
+        **_EXPERTS,
+        **_THREE_LAYERS,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "sliding_attention", "full_attention"],
+    )
+    _INKLING2 = dict(_DECODER_OF_EXPERTS, **_INKLING, unpadded_vocab_size=VOCABULARY, n_layers_per_attn_res_block=1)
+    EAGER_ONLY["inkling2_text"] = _INKLING2
+    EAGER_ONLY["inkling2_loop_text"] = dict(
+        _INKLING2,
+        num_hidden_layers=3,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        loop_layer_index_start=1,
+        loop_layer_index_end=2,
+        loop_num_passes=2,
+        loop_gate_rank=4,
+    )
+
 ENCODERS = ("xlm-roberta", "modernbert")
 
 

@@ -24,7 +24,15 @@ def files_under(*folders: str) -> List[str]:
 def lists() -> Dict[str, List[str]]:
     """The files of each section of build.toml."""
     bindings = [name for name in files_under("torch-ext") if not name.endswith("/registration.h")]
-    return {"torch": bindings, "kernel.cpu": files_under("kernel_src/common", "kernel_src/cpu")}
+    cuda_bindings = [name for name in bindings if name.endswith("_cuda.cpp")]
+    cpu = files_under("kernel_src/common", "kernel_src/cpu")
+    return {
+        "torch": [name for name in bindings if name not in cuda_bindings],
+        "kernel.cpu": cpu,
+        # A CUDA build of torch loads the CUDA variant for CPU models too.
+        "kernel.cpu_in_cuda": cpu,
+        "kernel.cuda": files_under("kernel_src/cuda") + cuda_bindings,
+    }
 
 
 def synced(text: str) -> str:

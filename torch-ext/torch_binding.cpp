@@ -20,6 +20,7 @@ std::string cpu_tier() {
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("cpu_tier() -> str");
+  packfree::define_packing(ops);
 #define PACKFREE_OP(name) packfree::define_##name(ops);
 #include "op_list.h"
 #undef PACKFREE_OP
@@ -30,10 +31,14 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
-  (void)ops;
+  packfree::implement_packing_cpu(ops);
 #define PACKFREE_OP(name) packfree::implement_##name##_cpu(ops);
 #include "op_list.h"
 #undef PACKFREE_OP
 }
+
+#ifdef CUDA_KERNEL
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { packfree::implement_packing_cuda(ops); }
+#endif
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

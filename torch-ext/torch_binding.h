@@ -13,4 +13,9 @@ using OpLibrary = torch::stable::detail::StableLibrary;
 #include "op_list.h"
 #undef PACKFREE_OP
 
+// The boundary conversions, which every op family shares: bindings/packing.cpp, and packing_cuda.cpp in CUDA variants.
+void define_packing(OpLibrary& ops);
+void implement_packing_cpu(OpLibrary& ops);
+void implement_packing_cuda(OpLibrary& ops);
+
 }  // namespace packfree

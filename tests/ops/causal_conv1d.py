@@ -29,6 +29,8 @@ CASES = [
     Case("token-contiguous", channels_last=False),
     Case("width 2 no bias no activation", width=2, bias=False, activation=None),
     Case("width 3 token-contiguous", width=3, channels_last=False),
+    Case("width 7", width=7),
+    Case("width 8 token-contiguous", width=8, channels_last=False),
     Case("zero initial state", initial=False),
     Case("one channel", channels=1),
     Case("more than one channel block", channels=67),

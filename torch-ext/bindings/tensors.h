@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "common/dtypes.h"
+#include "common/huge_pages.h"
 #include "common/packing.h"
 #include "cpu/simd/tier.h"
 
@@ -52,6 +53,9 @@ inline ScalarType AccumulationType(const Tensor& tensor) {
 // element unwritten is seen.
 inline Tensor NewTensor(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
   Tensor tensor = torch::stable::empty(sizes, dtype, std::nullopt, like.device());
+  if (tensor.is_cpu()) {
+    AdviseHugePages(tensor.mutable_data_ptr(), tensor.numel() * static_cast<int64_t>(tensor.element_size()));
+  }
   const char* debug = std::getenv("PACKFREE_DEBUG");
   if (debug != nullptr && std::strcmp(debug, "1") == 0 && dtype != ScalarType::Int && dtype != ScalarType::Long) {
     torch::stable::fill_(tensor, std::numeric_limits<double>::quiet_NaN());

@@ -1,6 +1,7 @@
 """Padding-free (packed) training for every layer kind: the functions, their layers, and the hooks into transformers."""
 
-from . import layers
+from . import _packing_ops, layers  # noqa: F401  registers shapes
+from ._devices import refuse_cuda_where_unserved as _refuse_cuda_where_unserved
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -8,6 +9,7 @@ from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delt
 from .hooks import hooks_status, install_hooks, remove_hooks
 from .hooks import install_on_import as _install_hooks_on_import
 from .kda import chunk_kda, fused_recurrent_kda
+from .leak_report import leak_report
 from .mamba1_scan import mamba_inner_fn, selective_scan_fn
 from .mamba2_scan import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined, selective_state_update
 
@@ -25,6 +27,7 @@ __all__ = [
     "hooks_status",
     "install_hooks",
     "layers",
+    "leak_report",
     "mamba_chunk_scan_combined",
     "mamba_inner_fn",
     "mamba_split_conv1d_scan_combined",
@@ -46,4 +49,5 @@ def cpu_tier() -> str:
     return tier
 
 
+_refuse_cuda_where_unserved()
 _install_hooks_on_import()

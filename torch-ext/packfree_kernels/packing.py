@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._checks import type_error, value_error
+from ._ops import ops
 
 Boundaries = Union[Tensor, Sequence[int]]
 
@@ -124,8 +125,9 @@ def check_cu_seqlens(
     for offsets in (cu_seqlens, moved):
         if reads_values(offsets):
             _check_offset_values(op, argument, offsets, tokens)
-            break
-    return moved.to(torch.int32)
+            return moved.to(torch.int32)
+    # No kernel on a GPU looks at the values before it uses them, so they are brought inside the row.
+    return ops.packing_from_offsets(moved, tokens) if device.type == "cuda" else moved.to(torch.int32)
 
 
 def _move(op: str, argument: str, boundaries: Tensor, device: torch.device) -> Tensor:
@@ -159,6 +161,13 @@ def check_rows_are_cut(op: str, cu_seqlens: Tensor, rows: int, length: int, argu
         raise value_error(op, argument, f"cut at the end of each of the {rows} rows", brief_offsets(cu_seqlens))
 
 
+def _row_of_positions(position_ids: Tensor) -> Tuple[Tensor, bool]:
+    """The row ``[B, T]`` that tells where sequences start, and whether only a fall in it does."""
+    if position_ids.dim() == 3:
+        return position_ids[0], position_ids.shape[0] == 3
+    return (position_ids if position_ids.dim() == 2 else position_ids[None]), False
+
+
 def starts_from_position_ids(position_ids: Tensor) -> Tensor:
     """Mark the first token of each sequence, bool ``[B, T]``, from one of the four layouts of positions.
 
@@ -168,33 +177,24 @@ def starts_from_position_ids(position_ids: Tensor) -> Tensor:
     positions without a text row) may stand still or jump inside a sample, so there a sequence starts only where the
     temporal row falls.
     """
-    if position_ids.dim() == 3:
-        only_falls = position_ids.shape[0] == 3
-        row = position_ids[0]
-    else:
-        only_falls = False
-        row = position_ids if position_ids.dim() == 2 else position_ids[None]
+    row, only_falls = _row_of_positions(position_ids)
     step = row[:, 1:] - row[:, :-1]
     inner = step < 0 if only_falls else step != 1
     return torch.cat([torch.ones_like(row[:, :1], dtype=torch.bool), inner], dim=-1)
 
 
-def _cu_seqlens_from_starts(starts: Tensor) -> Tensor:
-    """int32 offsets from the bool marks ``[B, T]`` of first tokens; compact where values may be read."""
+def _compact_offsets(starts: Tensor) -> Tensor:
+    """int32 offsets from the bool marks ``[B, T]`` of first tokens; reads the values."""
     flat = starts.reshape(-1)
-    tokens = flat.shape[0]
-    if reads_values(flat):
-        offsets = flat.nonzero().squeeze(-1)
-        return torch.cat([offsets, offsets.new_full((1,), tokens)]).to(torch.int32)
-    # Static shape, no sync: sorting puts the starts first and leaves T (an empty sequence) in every other place.
-    index = torch.arange(tokens, device=flat.device, dtype=torch.int32)
-    offsets = torch.where(flat, index, tokens).sort().values
-    return torch.cat([offsets, offsets.new_full((1,), tokens)]).to(torch.int32)
+    offsets = flat.nonzero().squeeze(-1)
+    return torch.cat([offsets, offsets.new_full((1,), flat.shape[0])]).to(torch.int32)
 
 
 def cu_seqlens_from_position_ids(position_ids: Tensor) -> Tensor:
     """int32 offsets of the sequences that ``position_ids`` count; see :func:`starts_from_position_ids`."""
-    return _cu_seqlens_from_starts(starts_from_position_ids(position_ids))
+    if reads_values(position_ids):
+        return _compact_offsets(starts_from_position_ids(position_ids))
+    return ops.packing_from_positions(*_row_of_positions(position_ids))
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -228,25 +228,20 @@ def _packing_from_seq_idx(op: str, seq_idx: Tensor, batch: int, length: int, dev
     if tokens and (readable or reads_values(given)):
         _check_labels(op, seq_idx if readable else given)
     padding = seq_idx < 0
+    if not readable:
+        # The op cuts off the tail padding of one row; between rows padding is a sequence of its own.
+        return Packing(ops.packing_from_labels(seq_idx), tokens, None if batch == 1 else ~padding.reshape(-1))
     changes = seq_idx[:, 1:] != seq_idx[:, :-1]
     # One stretch of padding is one stretch, whatever negative labels it carries.
     changes = changes & ~(padding[:, 1:] & padding[:, :-1])
-    starts = torch.cat([torch.ones_like(padding[:, :1]), changes], dim=-1)
+    cu_seqlens = _compact_offsets(torch.cat([torch.ones_like(padding[:, :1]), changes], dim=-1))
+    if not tokens or not bool(padding.any()):
+        return Packing(cu_seqlens, tokens)
     if batch == 1:
         # Tail padding needs no sequence: the offsets stop where it begins.
-        live_tokens = (~padding).sum(dtype=torch.int32)
-        cu_seqlens = _cu_seqlens_from_starts(starts)
-        if readable:
-            cu_seqlens = cu_seqlens[cu_seqlens <= live_tokens] if tokens and bool(padding.any()) else cu_seqlens
-        else:
-            cu_seqlens = torch.minimum(cu_seqlens, live_tokens)
-        return Packing(cu_seqlens, tokens)
-    cu_seqlens = _cu_seqlens_from_starts(starts)
-    if readable and not bool(padding.any()):
-        return Packing(cu_seqlens, tokens)
+        return Packing(cu_seqlens[cu_seqlens <= (~padding).sum()], tokens)
     live = ~padding.reshape(-1)
-    states = live[cu_seqlens[:-1].long()].nonzero().squeeze(-1) if readable else None
-    return Packing(cu_seqlens, tokens, live, states)
+    return Packing(cu_seqlens, tokens, live, live[cu_seqlens[:-1].long()].nonzero().squeeze(-1))
 
 
 def _check_labels(op: str, seq_idx: Tensor) -> None:

@@ -104,7 +104,7 @@ inline void BackwardBlock(const ConvBackwardArgs& args, const SequenceBlock& blo
     int64_t begin = block.begin;
     if (begin == 0) {
       const int64_t head = block.end < W - 1 ? block.end : W - 1;
-      Acc window[kWindowRegisters * kLanes<Acc>] = {};
+      Acc window[kWindowRegisters<W> * kLanes<Acc>] = {};
       LoadWindow<Acc, W, kChannelsLast>(args, block.sequence, channel + c, present, x_c, head, window);
       const Acc* window_x = window + (W - 1) * kToken;
       BackwardTokens<Acc, W, kChannelsLast, true>(filter, args.silu, window_x, kToken, dy_c, dy_token, dz, head, present,
@@ -129,7 +129,7 @@ inline void BackwardBlock(const ConvBackwardArgs& args, const SequenceBlock& blo
     InputGradient<Acc, W, kChannelsLast>(filter, dz, static_cast<const Acc*>(nullptr), dx_c + block.begin * dx_token,
                                          dx_token, split - block.begin, present);
     if (split < block.end) {
-      Acc extra[kWindowRegisters * kLanes<Acc>] = {};
+      Acc extra[kWindowRegisters<W> * kLanes<Acc>] = {};
       for (int64_t t = split; t < block.end; ++t) {
         for (int lane = 0; lane < present; ++lane) {
           const int64_t row = (block.sequence * args.channels + channel + c + lane) * (W - 1);

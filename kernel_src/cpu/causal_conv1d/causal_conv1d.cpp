@@ -19,70 +19,11 @@ struct ConvKernels {
 }  // namespace
 }  // namespace packfree
 
-#include "cpu/simd/begin_scalar.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/causal_conv1d/fwd-inl.h"
-#include "cpu/causal_conv1d/bwd-inl.h"
-#include "cpu/causal_conv1d/update-inl.h"
-#include "cpu/causal_conv1d/tier-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#if PACKFREE_X86
-#include "cpu/simd/begin_avx2.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/causal_conv1d/fwd-inl.h"
-#include "cpu/causal_conv1d/bwd-inl.h"
-#include "cpu/causal_conv1d/update-inl.h"
-#include "cpu/causal_conv1d/tier-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#include "cpu/simd/begin_avx512.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/causal_conv1d/fwd-inl.h"
-#include "cpu/causal_conv1d/bwd-inl.h"
-#include "cpu/causal_conv1d/update-inl.h"
-#include "cpu/causal_conv1d/tier-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#include "cpu/simd/begin_avx512_bf16.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/causal_conv1d/fwd-inl.h"
-#include "cpu/causal_conv1d/bwd-inl.h"
-#include "cpu/causal_conv1d/update-inl.h"
-#include "cpu/causal_conv1d/tier-inl.h"
-#include "cpu/simd/end_tier.h"
-#endif
+#define PACKFREE_TEXTS "cpu/causal_conv1d/tier-inl.h"
+#include "cpu/simd/each_tier.h"
 
 namespace packfree {
 namespace {
-
-const ConvKernels& KernelsFor(Tier tier, Dtype dtype) {
-  // [tier][dtype]; double always runs in the scalar tier, and only bf16 gains from the bf16 instructions.
-  static const ConvKernels kDouble = scalar::MakeConvKernels<double, double>();
-#if PACKFREE_X86
-  static const ConvKernels kTable[4][3] = {
-      {scalar::MakeConvKernels<float, float>(), scalar::MakeConvKernels<float, bf16>(),
-       scalar::MakeConvKernels<float, fp16>()},
-      {avx2::MakeConvKernels<float, float>(), avx2::MakeConvKernels<float, bf16>(),
-       avx2::MakeConvKernels<float, fp16>()},
-      {avx512::MakeConvKernels<float, float>(), avx512::MakeConvKernels<float, bf16>(),
-       avx512::MakeConvKernels<float, fp16>()},
-      {avx512::MakeConvKernels<float, float>(), avx512_bf16::MakeConvKernels<float, bf16>(),
-       avx512::MakeConvKernels<float, fp16>()},
-  };
-#else
-  static const ConvKernels kTable[1][3] = {
-      {scalar::MakeConvKernels<float, float>(), scalar::MakeConvKernels<float, bf16>(),
-       scalar::MakeConvKernels<float, fp16>()},
-  };
-#endif
-  if (dtype == Dtype::kFloat64) return kDouble;
-  return kTable[static_cast<int>(tier)][static_cast<int>(dtype)];
-}
 
 // Blocks [first, last) of the block list: about kConvGroupTokens tokens that one work item runs through.
 struct Group {
@@ -137,7 +78,7 @@ int64_t ConvGroups(const PackingView& packing, bool channels_last) {
 }
 
 void causal_conv1d_fwd_cpu(const ConvForwardArgs& args) {
-  const ConvKernels& kernels = KernelsFor(args.tier, args.dtype);
+  const ConvKernels kernels = PickKernels(args.tier, args.dtype);
   const std::vector<SequenceBlock> blocks = SequenceBlocks(args.packing, ConvBlockTokens(args.channels_last));
   const std::vector<Group> groups = MakeGroups(blocks);
   const int64_t columns = (args.channels + kConvChannels - 1) / kConvChannels;
@@ -152,7 +93,7 @@ void causal_conv1d_fwd_cpu(const ConvForwardArgs& args) {
 }
 
 void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args) {
-  const ConvKernels& kernels = KernelsFor(args.tier, args.dtype);
+  const ConvKernels kernels = PickKernels(args.tier, args.dtype);
   const int64_t acc_bytes = args.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
   const std::vector<SequenceBlock> blocks = SequenceBlocks(args.packing, ConvBlockTokens(args.channels_last));
   const std::vector<Group> groups = MakeGroups(blocks);
@@ -191,7 +132,7 @@ void causal_conv1d_reduce_cpu(const ConvBackwardArgs& args, int64_t groups, void
 }
 
 void causal_conv1d_update_cpu(const ConvUpdateArgs& args) {
-  const ConvKernels& kernels = KernelsFor(args.tier, args.dtype);
+  const ConvKernels kernels = PickKernels(args.tier, args.dtype);
   // A step of a few rows is too small to be worth waking threads for every 64 channels.
   constexpr int64_t kStepChannels = 16 * kConvChannels;
   const int64_t columns = (args.channels + kStepChannels - 1) / kStepChannels;

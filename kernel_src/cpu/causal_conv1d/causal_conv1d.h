@@ -10,7 +10,7 @@
 namespace packfree {
 
 constexpr int kConvMinWidth = 2;
-constexpr int kConvMaxWidth = 4;
+constexpr int kConvMaxWidth = 8;
 // Channels of one work item: four registers of the widest tier.
 constexpr int64_t kConvChannels = 64;
 // Tokens a work item takes before the next one starts. Also the stretch over which one partial sum of the parameter

@@ -58,7 +58,8 @@ PACKFREE_INLINE void ForwardTokens(const ConvFilter<Acc, W>& filter, bool silu, 
 template <class Acc, bool kChannelsLast>
 constexpr int64_t kWindowToken = kChannelsLast ? kLanes<Acc> : 1;
 // Registers of a window: W - 1 tokens of state and as many of x, and room for a whole register behind them.
-constexpr int kWindowRegisters = 2 * (kConvMaxWidth - 1) + 1;
+template <int W>
+constexpr int kWindowRegisters = 2 * (W - 1) + 1;
 
 template <class Acc, int W, bool kChannelsLast, class Elem>
 PACKFREE_INLINE void LoadWindow(const ConvArgs& args, int64_t sequence, int64_t channel, int channels, const Elem* x,
@@ -121,7 +122,7 @@ inline void ForwardBlock(const ConvForwardArgs& args, const SequenceBlock& block
     int64_t begin = block.begin;
     if (begin == 0) {
       const int64_t head = block.end < W - 1 ? block.end : W - 1;
-      Acc window[kWindowRegisters * kLanes<Acc>] = {};
+      Acc window[kWindowRegisters<W> * kLanes<Acc>] = {};
       LoadWindow<Acc, W, kChannelsLast>(args, block.sequence, channel + c, present, x_c, head, window);
       constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
       ForwardTokens<Acc, W, kChannelsLast>(filter, args.silu, static_cast<const Acc*>(window) + (W - 1) * kToken, kToken,

@@ -10,7 +10,8 @@ inline void UpdateChannels(const ConvUpdateArgs& args, int64_t batch, int64_t ch
   const int64_t length = args.state_length;
   // A plain state keeps its newest token last; a circular one keeps token number p at place p mod length.
   const bool circular = args.cache_seqlens != nullptr;
-  const int64_t seen = circular ? args.cache_seqlens[batch] : 0;
+  // Counts near the end of int64 leave it when something is added.
+  const int64_t seen = circular ? args.cache_seqlens[batch] % length : 0;
   const int64_t newest = circular ? (seen + length - 1) % length : length - 1;
 
   Vec<Acc> tap[W];

@@ -33,6 +33,19 @@ PACKFREE_INLINE Vec<Acc> Exp(Vec<Acc> x) {
   constexpr Acc kRound = kSingle ? Acc(12582912.0) : Acc(6755399441055744.0);
   using Int = IntVec<Acc>;
   constexpr int kMantissa = kSingle ? 23 : 52;
+#if PACKFREE_TIER >= 2
+  if constexpr (kSingle) {
+    // The scaling instruction saturates, so only the integer needs a limit. Constants stand first in comparisons that
+    // must let a NaN through.
+    const Vec<float> limited = Min(Set<float>(kHighest + 1), x);
+    const Vec<float> count = _mm512_maskz_roundscale_ps((__mmask16)0xffff, limited * kInverseLn2,
+                                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    Vec<float> r = MulAdd(count, Set<float>(-kLn2High), limited);
+    r = MulAdd(count, Set<float>(-kLn2Low), r);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, Set<float>(kLowest), _CMP_NLT_UQ), ExpSeries<float, 0>(r),
+                                  count);
+  }
+#endif
 
   const Vec<Acc> clamped = Min(Max(x, Set<Acc>(kLowest)), Set<Acc>(kHighest));
   const Vec<Acc> shifted = MulAdd(clamped, Set<Acc>(kInverseLn2), Set<Acc>(kRound));
@@ -109,10 +122,25 @@ PACKFREE_INLINE Vec<Acc> Exp2Any(Vec<Acc> x) {
   return Exp2<Acc>(Min(Set<Acc>(sizeof(Acc) == 4 ? Acc(128) : Acc(1024)), x));
 }
 
-// 1 / (1 + e^-x)
+// 1 / x for x in [1, 2], to 1 eps.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> InverseNearOne(Vec<Acc> x) {
+#if PACKFREE_TIER >= 2
+  // An estimate of 14 bits and one step of Newton: a quarter of the division's time.
+  if constexpr (std::is_same_v<Acc, float>) {
+    const Vec<float> y = _mm512_maskz_rcp14_ps((__mmask16)0xffff, x);
+    return MulAdd(y, MulAdd(-x, y, Set<float>(1)), y);
+  }
+#endif
+  return Acc(1) / x;
+}
+
+// 1 / (1 + e^-x), from e^-|x| so that nothing overflows.
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Sigmoid(Vec<Acc> x) {
-  return Acc(1) / (Acc(1) + Exp<Acc>(-x));
+  const Vec<Acc> p = Exp<Acc>(x < Acc(0) ? x : -x);
+  const Vec<Acc> upper = InverseNearOne<Acc>(p + Acc(1));
+  return x < Acc(0) ? p * upper : upper;
 }
 
 // (e^2x - 1) / (e^2x + 1). Near 0 the numerator comes from its own series, which keeps the relative error small.

@@ -11,7 +11,7 @@ from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers the gradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WIDTHS = (2, 3, 4)
+WIDTHS = range(2, 9)  # of the filter that both functions take
 _ACTIVATIONS = (None, "silu", "swish")
 
 
@@ -37,7 +37,7 @@ def causal_conv1d_fn(
     Args:
         x: ``[B, D, T]``, any strides. Channel-last memory (a transposed ``[B, T, D]``) and token-contiguous memory both
             run without a copy, and ``y`` comes back in the same order.
-        weight: ``[D, W]``, W 2 to 4. May have another float dtype than ``x``, as may ``bias``.
+        weight: ``[D, W]``, W 2 to 8. May have another float dtype than ``x``, as may ``bias``.
         bias: ``[D]`` or None.
         seq_idx: labels ``[B, T]``, never decreasing along a row; negative labels are tail padding.
         initial_states: ``[N, D, W - 1]`` or None (zeros), the tokens before each of the N sequences, oldest first.
@@ -110,7 +110,7 @@ def causal_conv1d_update(
         x: ``[B, D]`` or ``[B, D, T]``, the new tokens.
         conv_state: ``[R, D, L]``, ``L >= W - 1``, the dtype of ``x``; updated in place. Its last W - 1 entries are the
             tokens before ``x``, oldest first.
-        weight: ``[D, W]``, W 2 to 4.
+        weight: ``[D, W]``, W 2 to 8.
         bias: ``[D]`` or None.
         activation: None, ``"silu"`` or ``"swish"``; True and False stand for ``"silu"`` and None.
         cache_seqlens: ``[B]`` integers or None. If given, ``conv_state`` is a circular buffer in which token number p
@@ -162,8 +162,8 @@ def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Optional[Tensor], ac
     check_same_device(op, "weight", weight, x.device)
     if weight.shape[0] != x.shape[1]:
         raise value_error(op, "weight", f"have shape [D, W] with D = {x.shape[1]}", tuple(weight.shape))
-    if weight.shape[1] not in _WIDTHS:
-        raise value_error(op, "weight", f"have a width of {_WIDTHS[0]} to {_WIDTHS[-1]}", weight.shape[1])
+    if weight.shape[1] not in WIDTHS:
+        raise value_error(op, "weight", f"have a width of {WIDTHS[0]} to {WIDTHS[-1]}", weight.shape[1])
     if bias is not None:
         check_tensor(op, "bias", bias, 1)
         check_dtype(op, "bias", bias, _DTYPES)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import packing
 from .._checks import type_error, value_error
+from ..causal_conv1d.api import WIDTHS
 from . import context, lost
 
 # Device types on which our functions run. Calls elsewhere keep the stock path with their keywords untouched.
@@ -106,10 +107,6 @@ def _keywords_only(name: str, after: str, args: Tuple[Any, ...]) -> None:
         raise type_error(name, f"arguments after {after}", "be keywords in a packed call", f"{len(args)} positional")
 
 
-# The widths of causal_conv1d_fn; LFM3's 7 is not among them.
-_CONVOLUTION_WIDTHS = range(2, 5)
-
-
 def _model() -> str:
     """The class of the model that is running, for messages."""
     here = context.current()
@@ -122,10 +119,10 @@ def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
         if cuts is None:
             return stock(x, weight, bias, *args, **keywords)
         _keywords_only(name, "bias", args)
-        if weight.shape[-1] not in _CONVOLUTION_WIDTHS:
+        if weight.shape[-1] not in WIDTHS:
             raise ValueError(
                 f"{name}: {_model()} convolves {weight.shape[-1]} tokens, and packfree-kernels "
-                f"{_CONVOLUTION_WIDTHS[0]} to {_CONVOLUTION_WIDTHS[-1]}, so packed samples would mix. "
+                f"{WIDTHS[0]} to {WIDTHS[-1]}, so packed samples would mix. "
                 "Train it on padded batches (DataCollatorWithPadding)"
             )
         given = _pick(keywords, "activation", "initial_states", "return_final_states")

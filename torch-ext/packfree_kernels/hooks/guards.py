@@ -36,7 +36,7 @@ def note_model(model: Any, hooked_modules: AbstractSet[str]) -> None:
         _facts[kind] = Facts(
             takes_positions=any(internals.takes_positions(part) for part in parts),
             mixes_tokens=any(type(part).__module__ in hooked_modules for part in parts),
-            leaks=_found(model, internals.LEAKING_MODELS),
+            leaks=found_in(model, internals.LEAKING_MODELS),
         )
 
 
@@ -77,7 +77,7 @@ def forget() -> None:
     _towers.clear()
 
 
-def _found(model: Any, patterns: Dict[str, str]) -> str:
+def found_in(model: Any, patterns: Dict[str, str]) -> str:
     """Why ``model`` is in the list, or an empty string."""
     for config in (getattr(model, "config", None), internals.text_config(model)):
         for pattern, reason in patterns.items():
@@ -114,7 +114,7 @@ def check_loaded(model: Any) -> None:
     name = getattr(config, "_attn_implementation", None)
     if name not in _our_attention:
         return
-    reason = _found(model, internals.LEAKING_MODELS) or _found(model, internals.ATTENTION_NOT_EXPRESSED)
+    reason = found_in(model, internals.LEAKING_MODELS) or found_in(model, internals.ATTENTION_NOT_EXPRESSED)
     if reason:
         raise ValueError(
             f'{_named(model)} cannot run with attn_implementation="{name}": {reason}. Load it with '

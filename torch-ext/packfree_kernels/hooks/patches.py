@@ -16,8 +16,6 @@ from .undo import UndoList
 
 _active = [False]
 _undo = UndoList()
-# id -> module, so that a module is scanned again only if it is a new one under the old name.
-_scanned: Dict[str, Any] = {}
 _hooked_functions: Dict[str, List[str]] = {}
 _hooked_modules: Set[str] = set()
 _stock_attention: Dict[str, Callable] = {}
@@ -60,7 +58,6 @@ def remove() -> None:
             module._gradient_checkpointing_func = function.stock
     _checkpointed.clear()
     _stock_attention.clear()
-    _scanned.clear()
     _hooked_functions.clear()
     _hooked_modules.clear()
     guards.forget()
@@ -70,11 +67,12 @@ def remove() -> None:
 
 
 def _replace_functions() -> None:
-    """Replace the table's functions in every modeling module that has not been looked at yet."""
+    """Replace the table's functions in every modeling module that still has stock ones.
+
+    Looks at all of them each time, which takes about a millisecond: a module that has been seen may have been in the
+    middle of its import, for example the one that imports transformers' model base class, on which this waits.
+    """
     for module in internals.modeling_modules():
-        if _scanned.get(module.__name__) is module:
-            continue
-        _scanned[module.__name__] = module
         for attribute, value in list(vars(module).items()):
             name = internals.kernel_function_name(value)
             if name in functions.REPLACEMENTS:

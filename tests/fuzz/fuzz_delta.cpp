@@ -1,0 +1,136 @@
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/chunked/layout.h"
+#include "cpu/gated_delta_rule/gated_delta_rule.h"
+#include "cpu/kda/kda.h"
+#include "trial.h"
+
+namespace packfree::fuzz {
+namespace {
+
+int64_t DrawDim(Draw& draw) {
+  if (draw.Chance(5)) return draw.Pick<int64_t>({128, 192, 255, 256});
+  return draw.Pick<int64_t>({1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65});
+}
+
+// Fields that the two rules share: both structs have them under the same names.
+template <class Inputs>
+void DrawShared(Trial& trial, Dtype dtype, Inputs* in) {
+  Draw& draw = trial.draw;
+  in->key_dim = DrawDim(draw);
+  in->value_dim = DrawDim(draw);
+  in->key_heads = draw.Between(1, 3);
+  in->value_heads = in->key_heads * draw.Pick<int64_t>({1, 1, 2, 4});
+  const int64_t most = std::clamp<int64_t>(1000000 / (in->value_heads * in->key_dim * in->value_dim), 2, 400);
+  const int64_t edge = draw.Pick<int64_t>({kTriangleBlock, kChunk});
+  in->packing = trial.DrawPacking(1, trial.DrawTokens(most, edge), edge);
+  in->scale = draw.Uniform(0.05, 1);
+  in->l2norm = draw.Chance(50);
+  const int64_t T = in->packing.tokens;
+  const Axes key_axes = PerToken(in->packing, {T, in->key_heads, in->key_dim});
+  // Keys longer than sqrt(2) would make the states grow without bound.
+  const double most_key = 1.5 / std::sqrt(static_cast<double>(in->key_dim));
+  const Strided q = trial.Read("q", dtype, key_axes, Lies::kLastDense);
+  const Strided k = trial.Read("k", dtype, key_axes, Lies::kLastDense, {-most_key, most_key});
+  const Strided v = trial.Read("v", dtype, PerToken(in->packing, {T, in->value_heads, in->value_dim}), Lies::kLastDense);
+  in->q = q.data, in->q_token = q.strides[0], in->q_head = q.strides[1];
+  in->k = k.data, in->k_token = k.strides[0], in->k_head = k.strides[1];
+  in->v = v.data, in->v_token = v.strides[0], in->v_head = v.strides[1];
+  in->beta = trial.Read("beta", Wide(dtype), PerToken(in->packing, {T, in->value_heads}), {0, 1});
+}
+
+// Log-decays: mild, none, or so strong that their exponentials underflow.
+Range DrawDecay(Draw& draw) { return draw.Pick<Range>({{-0.5, 0}, {-5, 0}, {0, 0}, {-1e4, 0}}); }
+
+template <class Inputs>
+Axes States(const Inputs& in) {
+  return {{in.packing.num_sequences, in.value_heads, in.key_dim, in.value_dim}};
+}
+
+template <class Inputs>
+void DescribeRule(Trial& trial, Tier tier, Dtype dtype, const Inputs& in, bool final_state, const char* more) {
+  trial.Describe("tier %s, %s, H=%ld HV=%ld K=%ld V=%ld%s%s%s%s", TierName(tier), NameOf(dtype), in.key_heads,
+                 in.value_heads, in.key_dim, in.value_dim, in.l2norm ? ", l2norm" : "",
+                 in.initial_state != nullptr ? ", initial state" : "", final_state ? ", final state" : "", more);
+}
+
+}  // namespace
+
+void FuzzGatedDeltaRule(Trial& trial) {
+  Draw& draw = trial.draw;
+  const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
+  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  GatedDeltaRuleInputs in{};
+  DrawShared(trial, dtype, &in);
+  const int64_t T = in.packing.tokens;
+  in.g = trial.Read("g", wide, PerToken(in.packing, {T, in.value_heads}), DrawDecay(draw));
+  in.initial_state = draw.Chance(50) ? trial.Read("initial_state", wide, States(in)) : nullptr;
+  const bool final_state = draw.Chance(50);
+  DescribeRule(trial, tier, dtype, in, final_state, "");
+
+  const Axes key_axes = PerToken(in.packing, {T, in.key_heads, in.key_dim});
+  const Axes value_axes = PerToken(in.packing, {T, in.value_heads, in.value_dim});
+  const Axes gate_axes = PerToken(in.packing, {T, in.value_heads});
+  GatedDeltaRuleForwardCpu(tier, dtype, {in, trial.Write("o", dtype, value_axes),
+                                         final_state ? trial.Write("final_state", wide, States(in)) : nullptr});
+  GatedDeltaRuleRecurrentCpu(tier, dtype,
+                             {in, trial.Write("recurrent o", dtype, value_axes),
+                              final_state ? trial.Write("recurrent final_state", wide, States(in)) : nullptr});
+  GatedDeltaRuleBackward backward{};
+  backward.in = in;
+  backward.d_o = trial.Read("d_o", dtype, value_axes);
+  backward.d_final_state = final_state ? trial.Read("d_final_state", wide, States(in)) : nullptr;
+  backward.dq = trial.Write("dq", dtype, key_axes);
+  backward.dk = trial.Write("dk", dtype, key_axes);
+  backward.dv = trial.Write("dv", dtype, value_axes);
+  backward.dg = trial.Write("dg", wide, gate_axes);
+  backward.dbeta = trial.Write("dbeta", wide, gate_axes);
+  backward.d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, States(in)) : nullptr;
+  GatedDeltaRuleBackwardCpu(tier, dtype, backward);
+}
+
+void FuzzKda(Trial& trial) {
+  Draw& draw = trial.draw;
+  const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
+  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  KdaInputs in{};
+  DrawShared(trial, dtype, &in);
+  const int64_t T = in.packing.tokens;
+  const Axes gate_axes = PerToken(in.packing, {T, in.value_heads, in.key_dim});
+  const Axes parameter_axes = {{in.value_heads, in.key_dim}};
+  const bool gate = draw.Chance(50);
+  if (gate) {
+    in.a_log = trial.Read("a_log", wide, {{in.value_heads}}, {-2, 2});
+    if (draw.Chance(50)) in.dt_bias = trial.Read("dt_bias", wide, parameter_axes);
+    in.bounded = draw.Chance(50);
+    in.lower_bound = -draw.Uniform(0.1, 6);
+  }
+  in.g = trial.Read("g", wide, gate_axes, gate ? Range{-3, 3} : DrawDecay(draw));
+  in.initial_state = draw.Chance(50) ? trial.Read("initial_state", wide, States(in)) : nullptr;
+  const bool final_state = draw.Chance(50);
+  DescribeRule(trial, tier, dtype, in, final_state,
+               !gate ? "" : in.bounded ? ", bounded gate" : in.dt_bias != nullptr ? ", gate with bias" : ", gate");
+
+  const Axes key_axes = PerToken(in.packing, {T, in.key_heads, in.key_dim});
+  const Axes value_axes = PerToken(in.packing, {T, in.value_heads, in.value_dim});
+  KdaForwardCpu(tier, dtype, {in, trial.Write("o", dtype, value_axes),
+                              final_state ? trial.Write("final_state", wide, States(in)) : nullptr});
+  KdaRecurrentCpu(tier, dtype, {in, trial.Write("recurrent o", dtype, value_axes),
+                                final_state ? trial.Write("recurrent final_state", wide, States(in)) : nullptr});
+  KdaBackward backward{};
+  backward.in = in;
+  backward.d_o = trial.Read("d_o", dtype, value_axes);
+  backward.d_final_state = final_state ? trial.Read("d_final_state", wide, States(in)) : nullptr;
+  backward.dq = trial.Write("dq", dtype, key_axes);
+  backward.dk = trial.Write("dk", dtype, key_axes);
+  backward.dv = trial.Write("dv", dtype, value_axes);
+  backward.dg = trial.Write("dg", wide, gate_axes);
+  backward.dbeta = trial.Write("dbeta", wide, PerToken(in.packing, {T, in.value_heads}));
+  backward.d_a_log = in.a_log != nullptr ? trial.Write("d_a_log", wide, {{in.value_heads}}) : nullptr;
+  backward.d_dt_bias = in.dt_bias != nullptr ? trial.Write("d_dt_bias", wide, parameter_axes) : nullptr;
+  backward.d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, States(in)) : nullptr;
+  KdaBackwardCpu(tier, dtype, backward);
+}
+
+}  // namespace packfree::fuzz

@@ -1,0 +1,62 @@
+"""CUDA tensors and models, as far as a CPU can tell: refused by name where there is no kernel, stock path in models."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.tiny_models import build, load, pack
+
+# Beginning of an op's name -> the package that its refusal names.
+INSTEAD = {
+    "causal_conv1d": "causal-conv1d",
+    "flash_attn": "flash-attn",
+    "gated_delta_rule": "flash-linear-attention",
+    "kda": "flash-linear-attention",
+    "mamba1_scan": "mamba-ssm on padded batches",
+    "mamba2_scan": "mamba-ssm",
+    "packing": "a CUDA variant of packfree-kernels",
+    "selective_state_update": "mamba-ssm",
+}
+
+
+def arguments_of(op):
+    """Something of the right type for each argument: the refusal reads none of them."""
+    made = {"Tensor": torch.zeros(1), "int": 1, "bool": False, "float": 1.0, "SymInt": 1, "str": ""}
+    return [made.get(str(argument.type)) for argument in op._schema.arguments]
+
+
+def test_every_op_without_a_cuda_kernel_names_what_to_use(kernel):
+    prefix = kernel._ops.add_op_namespace_prefix("")
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+    names = [name[len(prefix) :] for name in registered if name.startswith(prefix)]
+    assert {start for start in INSTEAD for name in names if name.startswith(start)} == set(INSTEAD)
+    for name in names:
+        (instead,) = [package for start, package in INSTEAD.items() if name.startswith(start)]
+        op = getattr(kernel._ops.ops, name).default
+        # What the dispatcher runs for a CUDA tensor, which this machine may be unable to make.
+        with pytest.raises(NotImplementedError) as error:
+            op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments_of(op))
+        text = str(error.value)
+        assert text.startswith(f"{name}: tensors must be on the CPU, got cuda tensors") and instead in text
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "bamba", "mamba"])
+def test_models_on_another_device_keep_the_stock_path(kernel, monkeypatch, model_type):
+    """With the CPU struck off the list of served devices, a packed call is what transformers alone makes of it."""
+    load(model_type)
+    functions = importlib.import_module(f"{kernel.__name__}.hooks.functions")
+    model = build(model_type, "eager").eval()
+    batch = pack(setting="position_ids")
+    with torch.no_grad():
+        served = model(**batch).logits
+        monkeypatch.setattr(functions, "SUPPORTED_DEVICES", ("nowhere",))
+        left_alone = model(**batch).logits
+        kernel.remove_hooks()
+        try:
+            stock = model(**batch).logits
+        finally:
+            kernel.install_hooks()
+    assert torch.equal(left_alone, stock)
+    # Transformers' own path mixes the samples of these models, so the two paths can be told apart.
+    assert not torch.allclose(served, stock, atol=1e-3)

@@ -1,0 +1,116 @@
+"""The boundary conversions that read no value on the host: one text for GPU threads and for this CPU.
+
+The ops run that text one thread after another here. Truth is packing.py's eager form, which is compact; the ops' form
+has one entry a token and one more, and ends in empty sequences.
+"""
+
+import pytest
+import torch
+
+from tests.harness.packings import Pack, catalogue
+
+# The tile of one block of threads in kernel_src/common/boundaries.h; packs reach over its edges.
+TILE = 2048
+PACKS = catalogue(edge=8) + [
+    Pack("around a tile's edge", (TILE - 1, 1, TILE, TILE + 1, 2)),
+    Pack("a tile of one token sequences", (1,) * (TILE + 5)),
+    Pack("many tiles", tuple(range(1, 150)), padding=17),
+]
+
+
+@pytest.fixture
+def ops(kernel):
+    return kernel._ops.ops
+
+
+def static(offsets, tokens):
+    """``offsets`` with its last entry repeated, as the ops give them; repeated entries inside are not starts."""
+    compact = torch.unique_consecutive(offsets)
+    return torch.cat([compact, compact[-1:].expand(tokens + 1 - compact.shape[0])]).to(torch.int32)
+
+
+def eager(kernel, batch, length, **boundaries):
+    return kernel.packing.resolve_packing("op", batch, length, torch.device("cpu"), **boundaries)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("pack", PACKS, ids=str)
+def test_labels_and_positions(kernel, ops, pack, dtype):
+    expected = static(eager(kernel, 1, pack.tokens, seq_idx=pack.seq_idx).cu_seqlens, pack.tokens)
+    assert torch.equal(ops.packing_from_labels(pack.seq_idx.to(dtype)), expected)
+    if not pack.padding:
+        assert torch.equal(ops.packing_from_positions(pack.position_ids.to(dtype), False), expected)
+
+
+@pytest.mark.parametrize("only_falls", [False, True])
+@pytest.mark.parametrize("length", [1, 7, TILE - 1, TILE, TILE + 1, 3 * TILE + 5])
+def test_random_positions_of_several_rows(kernel, ops, length, only_falls):
+    """Steps of 0, 1 and 2 and falls, in every place; rows end sequences too."""
+    positions = torch.randint(-1, 3, (2, length)).cumsum(1)
+    given = torch.stack([positions] * 3) if only_falls else positions
+    expected = static(eager(kernel, 2, length, position_ids=given).cu_seqlens, 2 * length)
+    assert torch.equal(ops.packing_from_positions(positions, only_falls), expected)
+    strided = positions.repeat_interleave(2, dim=1)[:, ::2]
+    assert torch.equal(ops.packing_from_positions(strided, only_falls), expected)
+
+
+def test_extreme_positions_do_not_overflow(ops):
+    for dtype in (torch.int32, torch.int64):
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        positions = torch.tensor([[high - 1, high, low, low + 1, high]], dtype=dtype)
+        assert ops.packing_from_positions(positions, False).tolist()[:2] == [0, 4 if dtype == torch.int64 else 2]
+        assert ops.packing_from_positions(positions, True).tolist() == [0, 2, 5, 5, 5, 5]
+
+
+def test_padding_between_rows_is_a_sequence(kernel, ops):
+    labels = torch.tensor([[0, 0, -1, -7], [5, 6, 6, -1]])
+    expected = eager(kernel, 2, 4, seq_idx=labels)
+    assert torch.equal(ops.packing_from_labels(labels), static(expected.cu_seqlens, 8))
+
+
+def test_no_tokens(ops):
+    empty = torch.zeros(1, 0, dtype=torch.int64)
+    assert ops.packing_from_positions(empty, False).tolist() == [0]
+    assert ops.packing_from_labels(empty).tolist() == [0]
+
+
+def test_offsets_are_bounded_before_they_are_narrowed(ops):
+    wide = torch.tensor([0, 3, 7, 2**32 + 4, -(2**40), 10])
+    assert ops.packing_from_offsets(wide, 10).tolist() == [0, 3, 7, 10, 0, 10]
+    narrow = torch.tensor([0, 4, 9, 12], dtype=torch.int32)
+    found = ops.packing_from_offsets(narrow, 10)
+    assert found.tolist() == [0, 4, 9, 10] and found.dtype == torch.int32
+
+
+def test_what_a_gpu_gets_is_what_a_cpu_gets(kernel, monkeypatch):
+    """resolve_packing as on a GPU, where no value may be read: the same boundaries and the same live mask."""
+    cases = [
+        (1, dict(seq_idx=torch.tensor([[0, 0, 3, 3, 3, -1]]))),
+        (2, dict(seq_idx=torch.tensor([[0, 0, 3, 3, 3, -1], [1, 2, 2, 2, 2, 2]]))),
+        (1, dict(position_ids=torch.tensor([2, 3, 4, 2, 3, 2]))),
+        (2, dict(position_ids=torch.tensor([[[0, 1, 1, 1, 0, 1]] * 2] * 3))),
+        (2, dict(position_ids=torch.tensor([[[0, 1, 2, 0, 0, 1]] * 2] * 4))),
+        (2, {}),
+    ]
+    seen = [eager(kernel, batch, 6, **boundaries) for batch, boundaries in cases]
+    monkeypatch.setattr(kernel.packing, "reads_values", lambda tensor: False)
+    for (batch, boundaries), expected in zip(cases, seen):
+        found = eager(kernel, batch, 6, **boundaries)
+        assert kernel.packing.same_boundaries(found.cu_seqlens, expected.cu_seqlens)
+        assert found.cu_seqlens.dtype == torch.int32 and found.tokens == expected.tokens
+        assert (found.live is None) == (expected.live is None)
+        assert found.live is None or torch.equal(found.live, expected.live)
+
+
+def test_opcheck(ops):
+    labels = torch.tensor([[0, 0, 1, -1]])
+    torch.library.opcheck(ops.packing_from_labels.default, (labels,))
+    torch.library.opcheck(ops.packing_from_positions.default, (labels, True))
+    torch.library.opcheck(ops.packing_from_offsets.default, (torch.tensor([0, 2, 4]), 4))
+
+
+@pytest.mark.parametrize("values", [torch.zeros(1, 4), torch.zeros(4, dtype=torch.int64)], ids=["float", "1d"])
+def test_rejects(ops, values):
+    with pytest.raises(RuntimeError, match="packing_from_labels: values must be"):
+        ops.packing_from_labels(values)

@@ -1,0 +1,124 @@
+"""Which variant a system gets by the loader's own resolver, or why none, from names and metadata as tools write it."""
+
+import platform
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, load_tool
+
+OLD, NEW = "2.11.0", "2.14.1"
+
+# (backend of the torch build, torch version, machine, system) -> what comes after the ABI in the variant's name.
+SERVED = [
+    ("cpu", OLD, "x86_64", "Linux", "cpu-x86_64-linux"),
+    ("cpu", "2.13.0+cpu", "x86_64", "Linux", "cpu-x86_64-linux"),
+    ("cpu", NEW, "x86_64", "Linux", "cpu-x86_64-linux"),
+    ("cu126", OLD, "x86_64", "Linux", "cu126-x86_64-linux"),
+    ("cu126", NEW, "x86_64", "Linux", "cu126-x86_64-linux"),
+    ("cu128", "2.12.0", "x86_64", "Linux", "cu126-x86_64-linux"),
+    ("cu129", "2.12.1", "x86_64", "Linux", "cu126-x86_64-linux"),
+    ("cu130", OLD, "x86_64", "Linux", "cu130-x86_64-linux"),
+    ("cu130", "2.13.0+cu130", "x86_64", "Linux", "cu130-x86_64-linux"),
+    ("cu131", "2.14.0", "x86_64", "Linux", "cu130-x86_64-linux"),
+    ("cu132", "2.13.0", "x86_64", "Linux", "cu132-x86_64-linux"),
+    ("cu132", NEW, "x86_64", "Linux", "cu132-x86_64-linux"),
+]
+
+# The same -> part of the reason given for every variant that comes nearest.
+REFUSED = [
+    ("cpu", "2.10.1", "x86_64", "Linux", "(2.11) is too new for environment Torch version (2.10)"),
+    ("cu130", "2.9.0", "x86_64", "Linux", "(2.11) is too new for environment Torch version (2.9)"),
+    ("cu124", NEW, "x86_64", "Linux", "CUDA version (12.6) is not compatible with system CUDA version (12.4)"),
+    ("rocm71", "2.13.0", "x86_64", "Linux", "backend (cpu) does not match selected backend (rocm71)"),
+    ("cpu", "2.13.0", "aarch64", "Linux", "CPU (x86_64) does not match system CPU (aarch64)"),
+    ("cu130", "2.13.0", "aarch64", "Linux", "CPU (x86_64) does not match system CPU (aarch64)"),
+    ("cpu", "2.13.0", "x86_64", "Darwin", "OS (linux) does not match system OS (darwin)"),
+    ("metal", "2.13.0", "arm64", "Darwin", "CPU (x86_64) does not match system CPU (aarch64)"),
+    ("cpu", "2.13.0", "AMD64", "Windows", "OS (linux) does not match system OS (windows)"),
+]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """All variants that tools/build.py makes on x86_64, without the compiled part."""
+    build, toolkits = load_tool("build"), load_tool("toolkits")
+    folder = tmp_path_factory.mktemp("repository")
+    config = build.load_build_toml()
+    for compute in ("cpu", *toolkits.RELEASES):
+        variant = build.variant_of(config, compute)._replace(machine="x86_64")
+        stand_in = folder / f"{variant.ops_id}.abi3.so"
+        stand_in.write_bytes(b"")
+        archs = () if compute == "cpu" else toolkits.architectures(compute)
+        build.assemble(config, variant, stand_in, folder / "build" / variant.folder, archs)
+    return folder
+
+
+@pytest.fixture
+def resolve(repository, monkeypatch):
+    """The variant folder that the loader picks on a system."""
+    from kernels import backends, resolver, variants
+
+    def on(backend, torch_version, machine, system):
+        monkeypatch.setattr(variants, "_select_backend", lambda wanted: backends.parse_backend(wanted or backend))
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        monkeypatch.setattr(platform, "system", lambda: system)
+        monkeypatch.setattr(torch, "__version__", torch_version)
+        return lambda wanted=None: resolver.resolve_local_kernel(repository, backend=wanted)
+
+    return on
+
+
+@pytest.mark.parametrize("backend, torch_version, machine, system, expected", SERVED, ids=str)
+def test_a_system_gets_its_variant(resolve, backend, torch_version, machine, system, expected):
+    found = resolve(backend, torch_version, machine, system)()
+    assert found.variant_str == f"torch-stable-abi211-{expected}"
+    assert found.metadata.id.startswith("_packfree_kernels_cpu_" if backend == "cpu" else "_packfree_kernels_cuda_")
+
+
+@pytest.mark.parametrize("backend, torch_version, machine, system, reason", REFUSED, ids=str)
+def test_a_system_without_a_variant_is_told_why(resolve, backend, torch_version, machine, system, reason):
+    with pytest.raises(FileNotFoundError) as error:
+        resolve(backend, torch_version, machine, system)()
+    assert reason in str(error.value)
+
+
+def test_c50_a_cuda_build_of_torch_can_ask_for_the_cpu_variant(resolve):
+    assert resolve("cu130", "2.13.0", "x86_64", "Linux")("cpu").variant_str == "torch-stable-abi211-cpu-x86_64-linux"
+
+
+@pytest.mark.parametrize(
+    "compute, capability, served",
+    [
+        ("cu126", (7, 0), True),
+        ("cu126", (8, 0), True),
+        ("cu126", (9, 0), True),
+        ("cu126", (10, 0), True),
+        ("cu130", (7, 0), False),
+        ("cu130", (7, 5), True),
+        ("cu130", (9, 0), True),
+        ("cu130", (10, 3), True),
+        ("cu132", (12, 1), True),
+        ("cu132", (13, 0), True),
+    ],
+)
+def test_gpus_that_a_variant_declares(repository, compute, capability, served):
+    from kernels._rust import Metadata
+    from kernels.archs import _supports_cuda_capability
+
+    variant = next((repository / "build").glob(f"*-{compute}-*"))
+    archs = Metadata.read_from_file(variant / "metadata.json").backend.archs
+    assert _supports_cuda_capability(archs, capability) is served
+
+
+def test_cuda_variants_compile_the_cpu_kernels_with_the_same_flags():
+    """They are compiled once for all variants, and a CUDA build of torch runs CPU models on them."""
+    build = load_tool("build")
+    config = build.load_build_toml()
+    cpu, cuda = build.units(config, "cpu"), build.units(config, "cuda")
+    assert {name: cuda.get(name) for name in cpu} == cpu
+    assert {name for name in cuda if name not in cpu} == {
+        path.relative_to(ROOT).as_posix()
+        for pattern in ("kernel_src/cuda/**/*.cu", "torch-ext/bindings/*_cuda.cpp")
+        for path in ROOT.glob(pattern)
+    }

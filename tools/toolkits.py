@@ -1,0 +1,191 @@
+"""CUDA compilers for the variants, each whole in a folder of its own under .toolkits/ and installed nowhere.
+
+- 13.0 and 13.2: the compiler on PATH if it has that release, else NVIDIA's wheels from PyPI, which hold a whole one.
+- 12.6: the wheels of that release hold headers, ptxas and libdevice but no nvcc. The front end comes from Debian's
+  package nvidia-cuda-toolkit (12.4, component non-free), fetched with apt-get through lists of its own. A 12.4 front
+  end knows nothing newer than sm_90; newer GPUs run its PTX.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import List, NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".toolkits"
+
+# Variant name -> CUDA release: the releases that kernel-builder builds.
+RELEASES = {"cu126": "12.6", "cu130": "13.0", "cu132": "13.2"}
+
+# kernel-builder's lists of architectures for these releases.
+_ARCHS = {
+    "12": "7.0 7.2 7.5 8.0 8.6 8.7 8.9 9.0+PTX".split(),
+    "13": "7.5 8.0 8.6 8.7 8.9 9.0 10.0 11.0 12.0 12.1+PTX".split(),
+}
+
+_WHEELS_13 = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+_WHEELS_12_6 = (
+    "nvidia-cuda-nvcc-cu12==12.6.85",
+    "nvidia-cuda-runtime-cu12==12.6.77",
+    "nvidia-cuda-cccl-cu12==12.6.77",
+)
+_DEBIAN_PACKAGE = "nvidia-cuda-toolkit"
+_DEBIAN_SOURCE = "deb [signed-by={keyring}] http://deb.debian.org/debian stable non-free\n"
+_DEBIAN_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+# nvcc reads this beside itself to find its parts and the headers.
+_NVCC_PROFILE = """\
+TOP = $(_HERE_)/..
+CICC_PATH = $(TOP)/nvvm/bin
+NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
+PATH += $(CICC_PATH):$(_HERE_):
+INCLUDES += "-I$(TOP)/include" $(_SPACE_)
+LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib"
+"""
+
+
+class ToolkitMissing(Exception):
+    """A toolkit cannot be had on this machine; the text says what is missing."""
+
+
+class Toolkit(NamedTuple):
+    """A CUDA compiler, the runtime library that its variant links, and the architectures it compiles for."""
+
+    compute: str
+    nvcc: Path
+    cudart: Path
+    archs: List[str]
+
+    def gencode(self) -> List[str]:
+        """nvcc's options for all architectures; +PTX adds code that newer GPUs compile when they load it."""
+        flags = []
+        for arch in self.archs:
+            number = arch.replace("+PTX", "").replace(".", "")
+            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+            if arch.endswith("+PTX"):
+                flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+        return flags
+
+
+def architectures(compute: str) -> List[str]:
+    """What the variant ``compute`` compiles for."""
+    return _ARCHS[RELEASES[compute].split(".")[0]]
+
+
+def toolkit(compute: str) -> Toolkit:
+    """The toolkit of a variant such as ``cu130``, fetched if need be.
+
+    Raises:
+        ToolkitMissing: it cannot be fetched here.
+    """
+    release = RELEASES[compute]
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        raise ToolkitMissing("CUDA variants are built here on x86_64 Linux only")
+    top = _on_path(release) or _cached(release)
+    major = release.split(".")[0]
+    libraries = [top / folder / f"libcudart.so.{major}" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    cudart = next((path for path in libraries if path.exists()), None)
+    if cudart is None:
+        raise ToolkitMissing(f"the CUDA {release} toolkit in {top} has no libcudart.so.{major}")
+    return Toolkit(compute, top / "bin" / "nvcc", cudart, architectures(compute))
+
+
+def _on_path(release: str) -> Optional[Path]:
+    """Root of the toolkit whose nvcc is on PATH, if it has this release."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    if f"release {release}," not in version:
+        return None
+    # nvcc may be a link or a script elsewhere; what it would run names the root.
+    steps = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-E", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", steps, re.MULTILINE)
+    return Path(top.group(1)).resolve() if top else None
+
+
+def _cached(release: str) -> Path:
+    """Root of the toolkit in the cache, made whole or not at all."""
+    place = CACHE / release
+    if not place.exists():
+        print(f"toolkits: fetching CUDA {release} into {place}", flush=True)
+        staging = place.with_name(f"{release}.new")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        if release.startswith("13."):
+            _install_wheels(staging, [f"{name}=={release}.*" for name in _WHEELS_13])
+        else:
+            _install_wheels(staging / "wheels", list(_WHEELS_12_6))
+            _merge_12_6(staging)
+        staging.rename(place)
+    return place / "nvidia" / "cu13" if release.startswith("13.") else place
+
+
+def _run(command: List[str], missing: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ToolkitMissing(f"{missing}: {error.filename} is not installed") from error
+    if done.returncode != 0:
+        reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise ToolkitMissing(f"{missing}: {' '.join(command[:2])} failed: {''.join(reason)}")
+
+
+def _install_wheels(folder: Path, wheels: List[str]) -> None:
+    # No dependencies: those of nvcc are not pinned, and every part is named here.
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *wheels]
+    _run(command, f"PyPI has no {', '.join(wheels)} for this machine")
+
+
+def _debian_front_end(folder: Path) -> Path:
+    """Unpack Debian's CUDA compiler under ``folder`` and return its usr/; nothing of the system's apt is touched."""
+    missing = f"Debian's package {_DEBIAN_PACKAGE} (stable, non-free)"
+    apt = folder / "apt"
+    for name in ("lists/partial", "cache/archives/partial"):
+        (apt / name).mkdir(parents=True)
+    (apt / "sources.list").write_text(_DEBIAN_SOURCE.format(keyring=_DEBIAN_KEYRING))
+    settings = {
+        "Dir::Etc::sourcelist": apt / "sources.list",
+        "Dir::Etc::sourceparts": "-",
+        "Dir::State::lists": apt / "lists",
+        "Dir::State::status": os.devnull,
+        "Dir::Cache": apt / "cache",
+        "Dir::Log": apt,
+        "APT::Architecture": "amd64",
+        "APT::Sandbox::User": "root",
+    }
+    options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    _run(["apt-get", *options, "update"], missing)
+    # apt-get download writes into the working folder.
+    _run(["sh", "-c", 'cd "$1" && shift && exec apt-get "$@"', "sh", str(apt), *options, "download", _DEBIAN_PACKAGE],
+         missing)  # fmt: skip
+    package = next(apt.glob("*.deb"))
+    _run(["dpkg-deb", "-x", str(package), str(folder / "debian")], missing)
+    return folder / "debian" / "usr"
+
+
+def _merge_12_6(root: Path) -> None:
+    """One tree from the two halves: Debian's front end, NVIDIA's headers, assembler, device library and runtime."""
+    usr = _debian_front_end(root)
+    private = usr / "lib" / "nvidia-cuda-toolkit" / "bin"
+    for folder in ("bin", "nvvm/bin", "lib"):
+        (root / folder).mkdir(parents=True)
+    for name in ("cudafe++", "fatbinary", "nvlink", "bin2c"):
+        shutil.copy(usr / "bin" / name, root / "bin")
+    shutil.copy(private / "nvcc", root / "bin")
+    shutil.copytree(private / "crt", root / "bin" / "crt")
+    shutil.copy(private / "cicc", root / "nvvm" / "bin")
+    for part in sorted((root / "wheels" / "nvidia").iterdir()):
+        if (part / "include").is_dir():
+            shutil.copytree(part / "include", root / "include", dirs_exist_ok=True)
+    wheel = root / "wheels" / "nvidia"
+    shutil.copy(wheel / "cuda_nvcc" / "bin" / "ptxas", root / "bin")
+    shutil.copytree(wheel / "cuda_nvcc" / "nvvm" / "libdevice", root / "nvvm" / "libdevice")
+    shutil.copy(wheel / "cuda_runtime" / "lib" / "libcudart.so.12", root / "lib")
+    (root / "bin" / "nvcc.profile").write_text(_NVCC_PROFILE)
+    for scaffold in ("wheels", "apt", "debian"):
+        shutil.rmtree(root / scaffold)
