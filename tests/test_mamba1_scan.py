@@ -1,7 +1,8 @@
-"""mamba1_scan: against its reference, packed against alone, and the faults other packages had."""
+"""mamba1_scan: against its reference and transformers, packed against alone.
 
-import importlib
-import inspect
+The faults of other packages are in test_mamba1_scan_cases.py, mamba_inner_fn in test_mamba1_inner.py.
+"""
+
 
 import pytest
 import torch
@@ -9,8 +10,6 @@ import torch
 from tests.harness import properties
 from tests.harness.packings import SMALL, Pack, catalogue
 from tests.harness.properties import assert_same_bits, run_with_gradients
-from tests.ops import mamba1_inner
-from tests.ops.mamba1_inner import mixer
 from tests.ops.mamba1_scan import CASES, EDGE, Case, op_under_test
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -172,174 +171,6 @@ def test_agrees_with_transformers(kernel):
     torch.testing.assert_close(last, stock_last, rtol=1e-5, atol=1e-5)
 
 
-# ---- mamba_inner_fn ----
-
-
-@pytest.mark.parametrize("norms", mamba1_inner.CASES, ids=["plain", "norms"])
-def test_inner_matches_reference_packed(norms):
-    """C05's second half: every gradient equals the sum over the samples alone."""
-    op, pack = mamba1_inner.op_under_test(norms), Pack("packed", (3, 5, 4))
-    inputs = op.make(pack, torch.float32)
-    ours = run_with_gradients(lambda leaves: op.run(leaves, position_ids=pack.position_ids), inputs)
-    truth = run_with_gradients(
-        lambda leaves: op.reference(leaves, pack.cu_seqlens), properties.cast(inputs, torch.float64)
-    )
-    assert ours.keys() == truth.keys()
-    for name, value in ours.items():
-        scale = float(truth[name].abs().max())
-        torch.testing.assert_close(value.double(), truth[name], rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: n + m)
-
-
-def test_inner_takes_given_b_and_c(kernel):
-    """B and C given are those that the projection would have made."""
-    inputs = {"xz": torch.randn(1, 16, 7), **mixer(False)}
-    made = kernel.mamba_inner_fn(**inputs)
-    x = kernel.causal_conv1d_fn(
-        inputs["xz"][:, :8], inputs["conv1d_weight"][:, 0], inputs["conv1d_bias"], activation="silu"
-    )
-    dt_rows, b_rows, c_rows = inputs["x_proj_weight"].split([3, 4, 4])
-    for names, rows in ((("B", "C"), dt_rows), (("B",), torch.cat([dt_rows, c_rows]))):
-        given = {"B": b_rows @ x, "C": c_rows @ x}
-        arguments = {**inputs, "x_proj_weight": rows, **{name: given[name] for name in names}}
-        torch.testing.assert_close(kernel.mamba_inner_fn(**arguments), made)
-
-
-def tiny_mixer(family):
-    """transformers' own mixer in training mode, its module, and its input."""
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    name = {"mamba": "Mamba", "falcon_mamba": "FalconMamba"}[family]
-    config = getattr(module, f"{name}Config")(hidden_size=48, state_size=4, num_hidden_layers=1, vocab_size=11)
-    layer = getattr(module, f"{name}Mixer")(config, layer_idx=0, initialize_mixer_weights=False).train()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return layer, module, torch.randn(2, 9, 48)
-
-
-def test_inner_is_the_models_mixer(kernel, monkeypatch):
-    """The call of transformers' Mamba in training, argument by argument, gives what its eager path gives."""
-    layer, module, hidden = tiny_mixer("mamba")
-    expected = layer(hidden)
-    calls = []
-
-    def ours(*arguments, **keywords):
-        calls.append(keywords)
-        return kernel.mamba_inner_fn(*arguments, **keywords)
-
-    monkeypatch.setattr(module, "mamba_inner_fn", ours)
-    torch.testing.assert_close(layer(hidden), expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
-def test_scan_inside_the_models_mixer(kernel, family, monkeypatch):
-    layer, module, hidden = tiny_mixer(family)
-    expected = layer(hidden)
-    calls = []
-
-    def ours(*arguments, use_mambapy, use_associative_scan, **keywords):
-        calls.append(keywords)
-        return kernel.selective_scan_fn(*arguments, **keywords)
-
-    monkeypatch.setattr(module, "mamba_selective_scan", ours)
-    torch.testing.assert_close(layer(hidden), expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 1
-
-
-def test_inner_under_autocast(kernel):
-    inputs = {"xz": torch.randn(1, 16, 7).bfloat16(), **mixer(True)}
-    with torch.autocast("cpu", torch.bfloat16):
-        out = kernel.mamba_inner_fn(**inputs, cu_seqlens=[0, 3, 7])
-    assert out.dtype == torch.bfloat16
-    truth = kernel.mamba_inner_fn(**properties.cast(inputs, torch.float64), cu_seqlens=[0, 3, 7])
-    assert float((out.double() - truth).abs().max()) < 2e-2 * float(truth.abs().max())
-
-
-# ---- cases ----
-
-
-def test_c05_boundaries_reach_the_scan(kernel):
-    pack = Pack("c05", (3, 5, 4))
-    op = op_under_test(Case("c05", channels=8, states=4, initial=False))
-    properties.check_against_reference(op, pack, torch.float32)
-    properties.check_packed_equals_alone(op, pack, torch.float32)
-    properties.check_isolation(op, pack, torch.float32)
-    properties.check_spellings(op, pack, torch.float32)
-
-
-def test_c06_empty_segments(kernel):
-    op = op_under_test(Case("c06", channels=6, initial=False))
-    for offsets, plain in (([0, 3, 3, 8], [0, 3, 8]), ([0, 0, 8, 8, 8], [0, 8])):
-        inputs = op.make(Pack("plain", (8,)), torch.float32)
-        states = torch.randn(len(offsets) - 1, 6, 5, requires_grad=True)
-        y, last = kernel.selective_scan_fn(**inputs, cu_seqlens=offsets, initial_states=states, return_last_state=True)
-        full = [n for n in range(len(offsets) - 1) if offsets[n] < offsets[n + 1]]
-        empty = [n for n in range(len(offsets) - 1) if n not in full]
-        assert_same_bits("tokens", y, kernel.selective_scan_fn(**inputs, cu_seqlens=plain, initial_states=states[full]))
-        assert last.shape == states.shape and not last.isnan().any()
-        assert_same_bits("empty segments keep their state", last[empty], states[empty])
-        weights = torch.randn_like(last)
-        (gradient,) = torch.autograd.grad((last * weights).sum(), states)
-        assert_same_bits("and its gradient", gradient[empty], weights[empty])
-        _, zeros = kernel.selective_scan_fn(**inputs, cu_seqlens=offsets, return_last_state=True)
-        assert bool((zeros[empty] == 0).all())
-
-
-def test_c11_boundary_dtypes(kernel):
-    inputs = op_under_test(Case("c11", initial=False)).make(Pack("plain", (7,)), torch.float32)
-    expected = kernel.selective_scan_fn(**inputs, cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))
-    for boundaries in (torch.tensor([0, 3, 7]), [0, 3, 7]):
-        assert_same_bits("offsets", kernel.selective_scan_fn(**inputs, cu_seqlens=boundaries), expected)
-    labels = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    assert_same_bits("labels", kernel.selective_scan_fn(**inputs, seq_idx=labels), expected)
-    with pytest.raises(TypeError, match="seq_idx must be an int32 or int64 tensor, got float32"):
-        kernel.selective_scan_fn(**inputs, seq_idx=labels.float())
-    with pytest.raises(ValueError, match="seq_idx must hold labels that never decrease"):
-        kernel.selective_scan_fn(**inputs, seq_idx=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))
-
-
-def test_c26_half_precision(kernel, tier):
-    """Large steps in fp16, and bf16 tokens beside fp32 steps and parameters."""
-    ones = torch.ones(1, 1, 4, dtype=torch.float16)
-    y = kernel.selective_scan_fn(300 * ones, 300 * ones, torch.tensor([[-1.0]]), ones, 0.01 * ones, delta_softplus=True)
-    torch.testing.assert_close(y, torch.full_like(y, 900), rtol=2e-2, atol=0)
-
-    inputs = op_under_test(Case("c26", initial=False)).make(SMALL, torch.float32)
-    mixed = {name: value.bfloat16() if name in ("u", "B", "C", "z") else value for name, value in inputs.items()}
-    exact = {name: value.double() for name, value in mixed.items()}
-
-    def scan(leaves):
-        return {"y": kernel.selective_scan_fn(**leaves, delta_softplus=True, cu_seqlens=SMALL.cu_seqlens)}
-
-    ours, truth = run_with_gradients(scan, mixed), run_with_gradients(scan, exact)
-    for name, value in ours.items():
-        assert value.dtype == (torch.bfloat16 if name in ("y", "du", "dB", "dC", "dz") else torch.float32), name
-        assert float((value.double() - truth[name]).abs().max()) <= 2e-2 * float(truth[name].abs().max()), name
-
-
-def test_c55_arguments_are_named(kernel):
-    for function in (kernel.selective_scan_fn, kernel.mamba_inner_fn):
-        parameters = inspect.signature(function).parameters
-        for name in ("seq_idx", "cu_seqlens", "position_ids"):
-            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    inputs = op_under_test(Case("c55", initial=False)).make(SMALL, torch.float32)
-    assert isinstance(kernel.selective_scan_fn(**inputs, seq_idx=None, cu_seqlens=None), torch.Tensor)
-
-
-def test_c58_no_tokens(kernel):
-    op = op_under_test(CASES[0])
-    pack = Pack("nothing", ())
-    for boundaries in ({"cu_seqlens": [0]}, {}):
-        inputs = op.make(pack, torch.float32)
-        if not boundaries:
-            inputs["initial_states"] = torch.randn(1, 19, 5)
-        results = run_with_gradients(lambda leaves, b=boundaries, op=op: op.run(leaves, **b), inputs)
-        assert results["y"].shape == (1, 19, 0) and results["dB"].shape == inputs["B"].shape
-        assert_same_bits("state", results["last_states"], inputs["initial_states"])
-        for name in ("dA", "dD", "ddelta_bias"):
-            assert bool((results[name] == 0).all())
-
-
 def test_steps_that_overflow_the_decay(kernel, tier):
     """exp(delta A) that is 0 cuts the past off; nothing becomes NaN."""
     inputs = op_under_test(Case("large", initial=False)).make(Pack("one", (EDGE + 3,)), torch.float32)
@@ -414,10 +245,6 @@ def arguments(**changes):
         (dict(z=torch.randn(1, 6, 8, device="meta")), ValueError, "z must be on cpu"),
         (dict(delta_bias=torch.randn(6, 1)), ValueError, r"delta_bias must have shape \[D\] = \(6,\)"),
         (dict(initial_states=torch.randn(2, 6, 4)), ValueError, r"initial_states must have shape \[S, D, N\]"),
-        (dict(cu_seqlens=[0, 3, 9]), ValueError, r"cu_seqlens must end at the number of tokens \(8\) or before, got 9"),
-        (dict(cu_seqlens=[2, 8]), ValueError, "cu_seqlens must start at 0, got 2"),
-        (dict(cu_seqlens=[0, 6, 4, 8]), ValueError, "cu_seqlens must never decrease, got 4 after 6 at index 2"),
-        (dict(position_ids=torch.arange(7)), ValueError, r"position_ids must have shape \[8\]"),
         (dict(use_mambapy=True), TypeError, "unexpected keyword argument 'use_mambapy'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -425,22 +252,6 @@ def arguments(**changes):
 def test_rejects(kernel, change, error, text):
     with pytest.raises(error, match=text):
         kernel.selective_scan_fn(**arguments(**change))
-
-
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        (dict(xz=torch.randn(1, 15, 7)), r"xz must have shape \[B, 2 D, T\] = \(1, 16, 7\), got \(1, 15, 7\)"),
-        (dict(x_proj_weight=torch.randn(10, 8)), r"x_proj_weight must have shape .* = \(11, 8\), got \(10, 8\)"),
-        (dict(dt_rms_weight=torch.ones(3)), r"dt_rms_weight must have shape \[D\] = \(8,\), got \(3,\)"),
-        (dict(b_rms_weight=torch.ones(3)), r"B's bias and norm must have shape \[N\] = \(4,\), got \(3,\)"),
-        (dict(cu_seqlens=[0, 9]), r"mamba_inner_fn: cu_seqlens must end at the number of tokens \(7\)"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_inner_rejects(kernel, change, text):
-    with pytest.raises(ValueError, match=text):
-        kernel.mamba_inner_fn(**{"xz": torch.randn(1, 16, 7), **mixer(False), **change})
 
 
 def test_direct_op_calls_check_what_memory_safety_needs(kernel):

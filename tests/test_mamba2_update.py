@@ -87,6 +87,7 @@ def test_update_writes_into_any_layout(kernel):
         (dict(C=torch.randn(2, 1, 5)), ValueError, r"C must have shape \[B, G, S\] = \(2, 2, 5\)"),
         (dict(D=torch.randn(4)), ValueError, r"D must have shape \[H, P\]"),
         (dict(z=torch.randn(2, 4, 2)), ValueError, r"z must have shape \[B, H, P\]"),
+        (dict(state=torch.randn(1, 4, 3, 5).expand(2, 4, 3, 5)), ValueError, "state must have memory of its own"),
     ],
 )
 def test_update_rejects(kernel, change, error, text):

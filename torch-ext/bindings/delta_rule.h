@@ -85,10 +85,6 @@ struct CheckedDelta {
   Tensor Absent() const { return AbsentTensor(q, accumulation); }
 
  private:
-  // The last axis dense, any other strides.
-  static Tensor DenseRows(const Tensor& tensor) {
-    return tensor.stride(2) == 1 || tensor.size(2) <= 1 ? tensor : Contiguous(tensor);
-  }
   bool IsPerToken(const Tensor& gate) const {
     return gate.size(0) == tokens && gate.size(1) == value_heads && gate.scalar_type() == accumulation;
   }

@@ -7,11 +7,6 @@ namespace packfree {
 
 namespace {
 
-// A token tensor as the kernels take it: the last axis dense, any other strides.
-Tensor DenseRows(const Tensor& tensor) {
-  return tensor.stride(2) == 1 || tensor.size(2) <= 1 ? tensor : Contiguous(tensor);
-}
-
 // The inputs of both directions, checked and kept alive.
 struct CheckedScan {
   Tensor x, dt, a, b, c;

@@ -71,6 +71,10 @@ inline std::optional<Tensor> Contiguous(const std::optional<Tensor>& tensor) {
   if (!tensor.has_value()) return std::nullopt;
   return torch::stable::contiguous(*tensor);
 }
+// [T, heads, channels] as most kernels take it: the last axis dense, any other strides.
+inline Tensor DenseRows(const Tensor& tensor) {
+  return tensor.stride(2) == 1 || tensor.size(2) <= 1 ? tensor : Contiguous(tensor);
+}
 inline const void* DataOrNull(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }

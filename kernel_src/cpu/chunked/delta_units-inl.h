@@ -8,7 +8,9 @@
 //   WeighPairs(plan, c, with_q, tiles)                   system, and with_q read
 //   StateRows(tiles), StateFactors(tiles)                q and k as they read the state; times these rows [c], or null
 //   AdvanceState(plan, c, tiles, corrections, stride, state)
-//   BackwardHead(args, plan, begin, c, hv, backward tiles, state_turned, corrections, d_state)
+//   BackwardHead(args, plan, begin, c, hv, backward tiles, state_turned, corrections, d_state, has_after, wants_before)
+//
+// Short sequences are many, so no product is made with a state that is 0, nor for one that is not asked for.
 
 // Loads q (if `with_q`) and k of tokens [begin, begin + c) of key head h.
 template <class Elem, class Acc, template <class> class ChunkTiles>
@@ -26,24 +28,31 @@ inline void LoadChunk(const DeltaInputs& in, const DeltaPlan& plan, int64_t begi
   KeyProducts<Acc>(plan, c, with_q, tiles);
 }
 
-// o_i = factor_i q_i S + sum over j <= i of read_ij corrections_j, and S after the chunk.
+// o_i = factor_i q_i S + sum over j <= i of read_ij corrections_j, and with `wants_after` S after the chunk. S is 0 if
+// `from_zero`.
 template <class Elem, class Acc, template <class> class ChunkTiles, class Args>
 inline void ForwardHead(const Args& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
-                        const ChunkTiles<Acc>& tiles, Acc* state) {
+                        const ChunkTiles<Acc>& tiles, Acc* state, bool from_zero, bool wants_after) {
   const int64_t V = plan.value_dim, stride = plan.pair_v;
   Acc* reads = tiles.value_rows;                   // [c, V]: q S, then o
   Acc* corrections = tiles.value_rows + plan.ldv;  // [c, V]: k S, then the corrections
   PrepareHead<Acc>(args.in, plan, begin, c, hv, true, tiles);
   WeighPairs<Acc>(plan, c, true, tiles);
-  Multiply<Into::kOverwrite>(2 * c, V, plan.key_dim, StateRows<Acc>(tiles), plan.ldk, 1, state, plan.ldv,
-                             tiles.value_rows, plan.ldv);
   const Acc* factors = StateFactors<Acc>(tiles);
-  SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, factors, tiles.system, corrections, stride);
-  for (int64_t i = 0; factors != nullptr && i < c; ++i) ScaleRow<Acc>(V, factors[i], reads + i * stride);
-  MultiplyLower<Into::kAdd>(c, V, tiles.read, plan.ldc, corrections, stride, reads, stride);
+  if (!from_zero) {
+    Multiply<Into::kOverwrite>(2 * c, V, plan.key_dim, StateRows<Acc>(tiles), plan.ldk, 1, state, plan.ldv,
+                               tiles.value_rows, plan.ldv);
+    for (int64_t i = 0; factors != nullptr && i < c; ++i) ScaleRow<Acc>(V, factors[i], reads + i * stride);
+  }
+  SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, from_zero, factors, tiles.system, corrections, stride);
+  if (from_zero) {
+    MultiplyLower<Into::kOverwrite>(c, V, tiles.read, plan.ldc, corrections, stride, reads, stride);
+  } else {
+    MultiplyLower<Into::kAdd>(c, V, tiles.read, plan.ldc, corrections, stride, reads, stride);
+  }
   Elem* o = static_cast<Elem*>(args.o) + (begin * args.in.value_heads + hv) * V;
   StoreTile<Acc>(c, V, reads, stride, o, args.in.value_heads * V);
-  AdvanceState<Acc>(plan, c, tiles, corrections, stride, state);
+  if (wants_after) AdvanceState<Acc>(plan, c, tiles, corrections, stride, state);
 }
 
 template <class Elem, class Acc, template <class> class ChunkTiles, class Args>
@@ -59,7 +68,8 @@ inline void ForwardUnit(const Args& args, int64_t n, int64_t h, void* scratch) {
     LoadChunk<Elem, Acc>(in, plan, chunk.begin, chunk.count, h, true, tiles);
     for (int64_t j = 0; j < plan.group; ++j) {
       ForwardHead<Elem, Acc>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles,
-                             tiles.states + j * plan.state);
+                             tiles.states + j * plan.state, index == 0 && in.initial_state == nullptr,
+                             index + 1 < chunks || args.final_state != nullptr);
     }
   }
   StoreStates<Acc>(plan, tiles.states, first, args.final_state);
@@ -73,33 +83,39 @@ struct DeltaBackwardPass {
   int64_t n, h;
   const BackwardTiles& tiles;
 
-  // With `keep` stores each chunk's states (transposed) and corrections.
+  bool FromZero(int64_t index) const { return index == 0 && args.in.initial_state == nullptr; }
+
+  // With `keep` stores each chunk's states (transposed) and corrections; then the states after the last are not wanted.
   void Recompute(int64_t from, int64_t to, bool keep) const {
     for (int64_t index = from; index < to; ++index) {
       const Chunk chunk(args.in.packing, n, index);
       LoadChunk<Elem, Acc>(args.in, plan, chunk.begin, chunk.count, h, false, tiles.chunk);
       for (int64_t j = 0; j < plan.group; ++j) {
-        RecomputeHead(chunk.begin, chunk.count, j, keep ? (index - from) * plan.group + j : -1);
+        RecomputeHead(chunk.begin, chunk.count, j, FromZero(index), !keep || index + 1 < to,
+                      keep ? (index - from) * plan.group + j : -1);
       }
     }
   }
 
   // `slot` is where to keep, or negative.
-  void RecomputeHead(int64_t begin, int64_t c, int64_t j, int64_t slot) const {
+  void RecomputeHead(int64_t begin, int64_t c, int64_t j, bool from_zero, bool wants_after, int64_t slot) const {
     const int64_t K = plan.key_dim, V = plan.value_dim, hv = h * plan.group + j;
     Acc* state = tiles.chunk.states + j * plan.state;
     Acc* rows = tiles.chunk.value_rows;  // [c, V]: k S, then the corrections
     PrepareHead<Acc>(args.in, plan, begin, c, hv, false, tiles.chunk);
     WeighPairs<Acc>(plan, c, false, tiles.chunk);
-    Multiply<Into::kOverwrite>(c, V, K, StateRows<Acc>(tiles.chunk) + plan.ldk, plan.pair_k, 1, state, plan.ldv, rows,
-                               plan.ldv);
-    SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, StateFactors<Acc>(tiles.chunk), tiles.chunk.system, rows,
-                                plan.ldv);
+    if (!from_zero) {
+      Multiply<Into::kOverwrite>(c, V, K, StateRows<Acc>(tiles.chunk) + plan.ldk, plan.pair_k, 1, state, plan.ldv, rows,
+                                 plan.ldv);
+    }
+    SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, from_zero, StateFactors<Acc>(tiles.chunk),
+                                tiles.chunk.system, rows, plan.ldv);
     if (slot >= 0) {
-      LoadTileTransposed<Acc>(K, V, state, plan.ldv, tiles.states_turned + slot * plan.state_turned, plan.ldk);
+      Acc* turned = tiles.states_turned + slot * plan.state_turned;
+      if (!from_zero) LoadTileTransposed<Acc>(K, V, state, plan.ldv, turned, plan.ldk);
       LoadTile<Acc>(c, V, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
     }
-    AdvanceState<Acc>(plan, c, tiles.chunk, rows, plan.ldv, state);
+    if (wants_after) AdvanceState<Acc>(plan, c, tiles.chunk, rows, plan.ldv, state);
   }
 
   void Backward(int64_t index, int64_t kept) const {
@@ -107,11 +123,14 @@ struct DeltaBackwardPass {
     LoadChunk<Elem, Acc>(args.in, plan, chunk.begin, chunk.count, h, true, tiles.chunk);
     ClearTile<Acc>(2 * chunk.count, plan.key_dim, tiles.d_rows, plan.ldk);
     ClearKeyProductGradients<Acc>(plan, chunk.count, tiles);
+    const bool has_after = index + 1 < tiles.segments.chunks || args.d_final_state != nullptr;
+    const bool wants_before = index > 0 || args.d_initial_state != nullptr;
     for (int64_t j = 0; j < plan.group; ++j) {
       const int64_t slot = kept * plan.group + j;
-      BackwardHead<Elem, Acc>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles,
-                              tiles.states_turned + slot * plan.state_turned, tiles.corrections + slot * plan.values,
-                              tiles.d_states + j * plan.state);
+      const Acc* state_turned = FromZero(index) ? nullptr : tiles.states_turned + slot * plan.state_turned;
+      BackwardHead<Elem, Acc>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles, state_turned,
+                              tiles.corrections + slot * plan.values, tiles.d_states + j * plan.state, has_after,
+                              wants_before);
     }
     KeyProductGradients<Acc>(plan, chunk.count, tiles);
     StoreKeyGradients(chunk.begin, chunk.count);

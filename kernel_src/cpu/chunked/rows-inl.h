@@ -66,13 +66,8 @@ inline void StoreRowGradients(int64_t rows, int64_t columns, const Elem* source,
     const Elem* x = source + r * source_stride;
     for (int64_t c = 0; c < columns; c += L) {
       const int width = columns - c < L ? static_cast<int>(columns - c) : L;
-      const Vec<Acc> value = width == L ? Load<Acc>(x + c) : LoadN<Acc>(x + c, width);
-      const Vec<Acc> dx = MulAdd(along, value, across * Load<Acc>(dy + c));
-      if (width == L) {
-        Store(target + r * target_stride + c, dx);
-      } else {
-        StoreN(target + r * target_stride + c, dx, width);
-      }
+      const Vec<Acc> dx = MulAdd(along, LoadUpTo<Acc>(x + c, width), across * Load<Acc>(dy + c));
+      StoreUpTo(target + r * target_stride + c, dx, width);
     }
   }
 }

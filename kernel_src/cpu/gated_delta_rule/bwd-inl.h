@@ -43,12 +43,13 @@ inline void SplitPairGradients(const DeltaPlan& plan, int64_t c, const GatedBack
   }
 }
 
-// One chunk of one value head. `state_turned` and `corrections` are what the recomputation kept; d_state is the gradient
-// of the state after the chunk and becomes that of the state before it.
+// One chunk of one value head. `state_turned`, null for 0, and `corrections` are what the recomputation kept; d_state
+// is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it if
+// `wants_before`.
 template <class Elem, class Acc>
 inline void BackwardHead(const GatedDeltaRuleBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c,
                          int64_t hv, const GatedBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections,
-                         Acc* d_state) {
+                         Acc* d_state, bool has_after, bool wants_before) {
   const DeltaInputs& in = args.in;
   const GatedChunkTiles<Acc>& chunk = tiles.chunk;
   const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
@@ -65,35 +66,49 @@ inline void BackwardHead(const GatedDeltaRuleBackward& args, const DeltaPlan& pl
   LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
 
   // d(beta corrections) = to_end k d_state + read^T d_o, then back through the solve.
-  Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
-  for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
-  MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+  if (has_after) {
+    Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
+    for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
+    MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+  } else {
+    MultiplyLowerTransposed<Into::kOverwrite>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+  }
   CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
   SplitPairGradients<Acc>(plan, c, tiles);
 
   // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i,
   // dk_j += to_end_j d_state corrections_j.
-  LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
-  Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.from_state, ldk);
-  Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.to_state, ldk);
   Acc* d_q = tiles.d_rows;
   Acc* d_k = tiles.d_rows + ldk;
-  for (int64_t i = 0; i < c; ++i) {
-    const Acc* q_part = tiles.from_state + i * pair_k;
-    const Acc* k_part = q_part + ldk;
-    const Acc* end_part = tiles.to_state + i * ldk;
-    const Acc start = chunk.from_start[i];
-    tiles.d_from_start[i] = start * (RowDot<Acc>(K, q_rows + i * pair_k, q_part) +
-                                     RowDot<Acc>(K, k_rows + i * pair_k, k_part));
-    tiles.d_to_end[i] = to_end[i] * RowDot<Acc>(K, k_rows + i * pair_k, end_part);
-    AddScaledRow<Acc>(K, start, q_part, d_q + i * pair_k);
-    AddScaledRow<Acc>(K, start, k_part, d_k + i * pair_k);
-    AddScaledRow<Acc>(K, to_end[i], end_part, d_k + i * pair_k);
+  for (int64_t i = 0; i < kChunk; ++i) tiles.d_from_start[i] = tiles.d_to_end[i] = 0;
+  if (state_turned != nullptr) {
+    Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.from_state, ldk);
+    for (int64_t i = 0; i < c; ++i) {
+      const Acc* q_part = tiles.from_state + i * pair_k;
+      const Acc* k_part = q_part + ldk;
+      const Acc start = chunk.from_start[i];
+      tiles.d_from_start[i] = start * (RowDot<Acc>(K, q_rows + i * pair_k, q_part) +
+                                       RowDot<Acc>(K, k_rows + i * pair_k, k_part));
+      AddScaledRow<Acc>(K, start, q_part, d_q + i * pair_k);
+      AddScaledRow<Acc>(K, start, k_part, d_k + i * pair_k);
+    }
   }
   Acc kept = 0;
-  for (int64_t r = 0; r < V; ++r) kept += RowDot<Acc>(K, state_turned + r * ldk, tiles.d_state_turned + r * ldk);
+  if (has_after) {
+    LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
+    Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.to_state, ldk);
+    for (int64_t i = 0; i < c; ++i) {
+      const Acc* end_part = tiles.to_state + i * ldk;
+      tiles.d_to_end[i] = to_end[i] * RowDot<Acc>(K, k_rows + i * pair_k, end_part);
+      AddScaledRow<Acc>(K, to_end[i], end_part, d_k + i * pair_k);
+    }
+    for (int64_t r = 0; r < V && state_turned != nullptr; ++r) {
+      kept += RowDot<Acc>(K, state_turned + r * ldk, tiles.d_state_turned + r * ldk);
+    }
+  }
   GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, over_chunk * kept, chunk.exponents,
                             static_cast<Acc*>(args.dg) + token, in.value_heads);
+  if (!wants_before) return;
 
   // d_state = over_chunk d_state + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T), from the last token back, q
   // and k in turn: each partial sum is then the gradient of the state at some token, not far larger than the result.

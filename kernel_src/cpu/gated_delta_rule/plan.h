@@ -1,7 +1,7 @@
 // Scratch memory of the gated delta rule beside what the delta rules share.
 #pragma once
 
-#include "cpu/chunked/delta.h"
+#include "cpu/chunked/delta_plan.h"
 
 namespace packfree {
 

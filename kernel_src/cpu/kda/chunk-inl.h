@@ -109,7 +109,6 @@ inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const 
     const Acc* q_row = q + i * pair;
     const Acc* k_row = k + i * pair;
     const Acc* step_row = step + i * ldk;
-    // The row padding holds zeros, so an odd last channel may take a partner.
     for (int64_t x = 0; x < key_dim; x += 2) {
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; ++odd) {

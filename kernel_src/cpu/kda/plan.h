@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/chunked/delta.h"
+#include "cpu/chunked/delta_plan.h"
 
 namespace packfree {
 

@@ -151,12 +151,17 @@ inline Acc* PartialOf(const ScanBackwardArgs& args, const ScanItem& item) {
          item.channel;
 }
 
-// Where the sum over this item's channels of dB or dC goes, for a token's state n = 0.
-template <class Acc>
-inline Acc* TokenPartial(const ScanBackwardArgs& args, const ScanItem& item, void* partials, int64_t sequence,
-                         int64_t token) {
+// Sums dB or dC [tokens, kStates, L] over this item's channels, for states [n, n + kStates), into `partials`.
+template <class Acc, int kStates>
+inline void StoreTokenSums(const ScanBackwardArgs& args, const ScanItem& item, const ScanBackwardTiles<Acc>& tiles,
+                           int64_t sequence, int64_t token, int64_t tokens, int64_t n, const Acc* lanes,
+                           void* partials) {
+  SumLanes<Acc>(tokens * kStates, lanes, tiles.sums);
   const int64_t row = item.block * args.packing.tokens + args.packing.bos(sequence) + token;
-  return static_cast<Acc*>(partials) + row * args.states;
+  Acc* target = static_cast<Acc*>(partials) + row * args.states + n;
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int i = 0; i < kStates; ++i) target[t * args.states + i] = tiles.sums[t * kStates + i];
+  }
 }
 
 // States [n, n + kStates) of a block, all channels of the item.
@@ -195,20 +200,8 @@ inline void ReverseStates(const ScanBackwardArgs& args, const ScanItem& item, co
       }
     }
   }
-  if (!kFixedB) {
-    SumLanes<Acc>(tokens * kStates, tiles.dB, tiles.sums);
-    Acc* target = TokenPartial<Acc>(args, item, args.dB_partials, sequence, token) + n;
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int i = 0; i < kStates; ++i) target[t * args.states + i] = tiles.sums[t * kStates + i];
-    }
-  }
-  if (!kFixedC) {
-    SumLanes<Acc>(tokens * kStates, tiles.dC, tiles.sums);
-    Acc* target = TokenPartial<Acc>(args, item, args.dC_partials, sequence, token) + n;
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int i = 0; i < kStates; ++i) target[t * args.states + i] = tiles.sums[t * kStates + i];
-    }
-  }
+  if (!kFixedB) StoreTokenSums<Acc, kStates>(args, item, tiles, sequence, token, tokens, n, tiles.dB, args.dB_partials);
+  if (!kFixedC) StoreTokenSums<Acc, kStates>(args, item, tiles, sequence, token, tokens, n, tiles.dC, args.dC_partials);
 }
 
 template <class Acc, bool kFixedB, bool kFixedC>

@@ -156,7 +156,8 @@ def selective_state_update(
         state_p = exp(d A_p) state_p + d x_p B,    y_p = (state_p . C + D_p x_p) silu(z_p)
 
     Args:
-        state: ``[B, H, P, S]`` or, without heads, ``[B, P, S]``; x's dtype or fp32. Updated in place.
+        state: ``[B, H, P, S]`` or, without heads, ``[B, P, S]``; x's dtype or fp32. Updated in place, so it must not be
+            an expanded view.
         x: ``[B, H, P]`` or ``[B, P]``, fp32, bf16 or fp16 (fp64 too).
         dt: the shape of x, any floating dtype; may be expanded from one step a head.
         A: ``[H, P, S]`` or ``[P, S]``, any floating dtype; may be expanded from one rate a head.
@@ -190,6 +191,8 @@ def selective_state_update(
     check_same_device(op, "state", state, x.device)
     state_dim = state.shape[-1]
     check_shape(op, "state", state, (*x.shape, state_dim), f"{letters}, S]")
+    if any(stride == 0 and size > 1 for size, stride in zip(state.shape, state.stride())):
+        raise value_error(op, "state", "have memory of its own for every element, being updated", "an expanded tensor")
     _check_parameter(op, "dt", dt, x)
     check_shape(op, "dt", dt, x.shape, f"{letters}]")
     _check_parameter(op, "A", A, x)
