@@ -125,10 +125,10 @@ def test_faults_in_a_shared_object(check, tmp_path):
     (variant / "metadata.json").write_text("{}")
     (tmp_path / "faulty.cpp").write_text(FAULTY)
     command = ["g++", "-shared", "-fPIC", f'-DFOLDER="{check.ROOT}/src"', str(tmp_path / "faulty.cpp")]
-    command += ["-Wl,--no-as-needed", "-lm", "-lrt", "-Wl,-rpath,/somewhere", "-o", str(variant / "faulty.abi3.so")]
+    command += ["-Wl,--no-as-needed", "-lm", "-lresolv", "-Wl,-rpath,/somewhere", "-o", str(variant / "faulty.abi3.so")]
     subprocess.run(command, check=True)
     abi = "\n".join(check.abi())
     assert "c10::outside_the_stable_abi" in abi and "PyUnicode_AsUTF8AndSize" in abi and "exp" in abi
     assert "1 ABI version mismatches" in "\n".join(check.abi3audit())
     libraries = "\n".join(check.needed_libraries())
-    assert "needs librt.so.1" in libraries and "has an rpath" in libraries and "holds paths under" in libraries
+    assert "needs libresolv.so.2" in libraries and "has an rpath" in libraries and "holds paths under" in libraries
