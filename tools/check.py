@@ -15,14 +15,19 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch-ext" / "packfree_kernels"
+BUILD = ROOT / "build"
 ALLOWED_LIBRARIES = {"libtorch.so", "libtorch_cpu.so", "libc10.so", "libstdc++.so.6", "libgcc_s.so.1", "libc.so.6"}
 ALLOWED_LIBRARIES |= {"libm.so.6", "libpthread.so.0"}
+# What a function may import when it runs; everything else must be there with torch.
+LAZY_IMPORTS = {"transformers", "matplotlib", "triton"}
+REGISTRATIONS = {"register_fake", "register_autograd", "custom_op", "triton_op"}
+LAYER_SETTINGS = {"has_backward", "can_torch_compile"}
 MANYLINUX = "manylinux_2_28"
 OLDEST_PYTHON = "3.9"
 
 
 def variants() -> List[Path]:
-    return sorted(path.parent for path in (ROOT / "build").glob("torch*/metadata.json"))
+    return sorted(path.parent for path in BUILD.glob("torch*/metadata.json"))
 
 
 def shared_objects() -> List[Path]:
@@ -50,63 +55,109 @@ def build_toml() -> Iterator[str]:
         yield f"{name} exists and is not listed"
 
 
+def sources() -> Iterator[Tuple[str, ast.Module]]:
+    """Every Python file of the package, by its name there."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+
+
 def python_imports() -> Iterator[str]:
-    """The package imports itself relatively, and beside it only torch and the standard library (others lazily)."""
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(), feature_version=(3, 9))
-        for node in tree.body:
-            names = []
+    """The package imports itself relatively, and beside it only torch and the standard library; a few more lazily."""
+    for name, tree in sources():
+        at_import = set(ast.walk(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                at_import -= set(ast.walk(node))
+        for node in ast.walk(tree):
+            modules = []
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
+                modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module or ""]
-            for name in names:
-                top = name.split(".")[0]
-                if top != "torch" and top not in sys.stdlib_module_names:
-                    yield f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
+                modules = [node.module or ""]
+            allowed = {"torch", *sys.stdlib_module_names} | (set() if node in at_import else LAZY_IMPORTS)
+            for module in modules:
+                if module.split(".")[0] not in allowed:
+                    yield f"{name}:{node.lineno} imports {module}"
 
 
 def python_syntax() -> Iterator[str]:
-    """The package parses as Python 3.9."""
-    for path in PACKAGE.rglob("*.py"):
-        try:
-            ast.parse(path.read_text(), feature_version=(3, 9))
-        except SyntaxError as error:
-            yield f"{path.relative_to(ROOT)}:{error.lineno} {error.msg}"
+    """The package's grammar and standard library names are those of Python 3.9."""
+    tool = Path(sys.executable).parent / "vermin"
+    # "long" is also a method of tensors. Annotations are evaluated when a function is defined.
+    options = [f"--target={OLDEST_PYTHON}-", "--no-tips", "--eval-annotations", "--feature", "union-types"]
+    command = [str(tool), *options, "--exclude", "long", "--violations", str(PACKAGE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0 or "could not be combined" in done.stdout:
+        yield done.stdout.strip() or done.stderr.strip()
 
 
 def op_prefixes() -> Iterator[str]:
-    """Fakes and gradients are registered under the generated prefix."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    """Kernels, fakes and gradients are registered under the generated prefix, which comes from _ops as it is."""
+    for name, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "add_op_namespace_prefix":
+                yield f"{name}:{node.lineno} defines add_op_namespace_prefix, which is generated"
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
-            if node.func.attr not in {"register_fake", "register_autograd", "custom_op", "triton_op"}:
+            called = ast.unparse(node.func)
+            if node.func.attr not in REGISTRATIONS and called != "torch.library.impl":
                 continue
             first = node.args[0] if node.args else None
-            called = first.func.id if isinstance(first, ast.Call) and isinstance(first.func, ast.Name) else ""
-            if called != "add_op_namespace_prefix":
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.func.attr} without add_op_namespace_prefix"
+            prefix = first.func.id if isinstance(first, ast.Call) and isinstance(first.func, ast.Name) else ""
+            if prefix != "add_op_namespace_prefix":
+                yield f"{name}:{node.lineno} {node.func.attr} without add_op_namespace_prefix"
 
 
-def public_names() -> Iterator[str]:
-    """__all__ is a literal list, and every name in it exists."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+def literal_all(tree: ast.Module) -> List[str]:
+    """The names in a module's __all__. Raises ValueError unless it is one literal list."""
     listed = [
         node.value
         for node in tree.body
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets)
     ]
     if len(listed) != 1:
-        yield "__init__.py needs one literal __all__"
+        raise ValueError("needs one literal __all__")
+    return ast.literal_eval(listed[0])
+
+
+def public_names() -> Iterator[str]:
+    """__all__ is a literal list that names exactly what the package defines and imports for its users."""
+    tree = dict(sources())["__init__.py"]
+    try:
+        names = set(literal_all(tree))
+    except ValueError as error:
+        yield f"__init__.py: {error}"
         return
-    names = ast.literal_eval(listed[0])
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
+        # ops is how this module reaches its own ops.
+        if isinstance(node, ast.ImportFrom) and node.module != "_ops":
             defined |= {alias.asname or alias.name for alias in node.names}
-    for name in sorted(set(names) - defined):
+    public = {name for name in defined if not name.startswith("_")}
+    for name in sorted(names - public):
         yield f"{name} is in __all__ and is not defined"
+    for name in sorted(public - names):
+        yield f"{name} is public and is not in __all__"
+
+
+def layers() -> Iterator[str]:
+    """Layers are pure: subclasses of nn.Module that have a forward and nothing else but two settings."""
+    tree = dict(sources())["layers.py"]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for name in sorted(set(literal_all(tree)) ^ {node.name for node in classes}):
+        yield f"layers.py: {name} must be a layer and be in __all__"
+    for layer in classes:
+        if [ast.unparse(base) for base in layer.bases] != ["nn.Module"]:
+            yield f"layers.py:{layer.lineno} {layer.name} must derive from nn.Module alone"
+        methods = [node.name for node in layer.body if isinstance(node, ast.FunctionDef)]
+        if methods != ["forward"]:
+            yield f"layers.py:{layer.lineno} {layer.name} must define forward alone, got {methods}"
+        for node in layer.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) and node.value else targets
+            for target in targets:
+                if ast.unparse(target) not in LAYER_SETTINGS:
+                    yield f"layers.py:{node.lineno} {layer.name} keeps {ast.unparse(target)} on the class"
 
 
 def abi() -> Iterator[str]:
@@ -141,16 +192,20 @@ def undefined_symbols(path: Path) -> List[str]:
 
 
 def needed_libraries() -> Iterator[str]:
-    """Only torch and the manylinux base are needed, and nothing carries a path of the build machine."""
+    """Only torch, what torch brings, and the manylinux base are needed; nothing names a path of the build machine."""
     for path in shared_objects():
+        cuda = re.search(r"-cu(\d\d)\d-", path.parent.name)
+        allowed = ALLOWED_LIBRARIES | ({f"libcudart.so.{cuda.group(1)}"} if cuda else set())
         dynamic = subprocess.run(["readelf", "-d", str(path)], capture_output=True, text=True, check=True).stdout
         for library in re.findall(r"\(NEEDED\).*\[(.+?)\]", dynamic):
-            if library not in ALLOWED_LIBRARIES and not library.startswith("ld-linux"):
+            if library not in allowed and not library.startswith("ld-linux"):
                 yield f"{path.name} needs {library}"
         if "RPATH" in dynamic or "RUNPATH" in dynamic:
             yield f"{path.name} has an rpath"
-        if str(ROOT).encode() in path.read_bytes():
-            yield f"{path.name} holds a path of the build folder"
+        content = path.read_bytes()
+        for folder in (ROOT, Path(sys.prefix), Path(sys.prefix).resolve()):
+            if f"{folder}/".encode() in content:
+                yield f"{path.parent.name}/{path.name} holds paths under {folder}"
 
 
 def digests() -> Iterator[str]:
@@ -166,16 +221,52 @@ def digests() -> Iterator[str]:
                 yield f"{variant.name}/{name} does not match its digest"
 
 
+# Run in a process of its own: what happens while the package is imported, except reading.
+IMPORT_PROBE = """
+import os, sys
+import torch
+from pathlib import Path
+from kernels import get_local_kernel
+def watch(event, arguments):
+    if event == "open":
+        path, mode, flags = arguments
+        if path == os.devnull or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+    elif event.split(".")[0] not in ("socket", "subprocess", "shutil", "urllib") and event not in (
+        "os.system", "os.exec", "os.fork", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink"
+    ):
+        return
+    print(event, *map(str, arguments[:2]))
+sys.addaudithook(watch)
+get_local_kernel(Path(sys.argv[1]), backend="cpu")
+"""
+
+
+def quiet_import() -> Iterator[str]:
+    """Importing a variant writes and fetches nothing and starts no process."""
+    for variant in variants():
+        if "-cpu-" not in variant.name:
+            continue
+        command = [sys.executable, "-B", "-c", IMPORT_PROBE, str(variant)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            yield f"{variant.name} cannot be imported: {' '.join(done.stderr.strip().splitlines()[-2:])}"
+        for line in done.stdout.splitlines():
+            yield f"importing {variant.name}: {line}"
+
+
 RULES: List[Tuple[str, Callable[[], Iterator[str]]]] = [
     ("build.toml", build_toml),
     ("imports", python_imports),
     ("Python 3.9 syntax", python_syntax),
     ("op prefixes", op_prefixes),
     ("public names", public_names),
+    ("layers", layers),
     ("ABI", abi),
     ("abi3audit", abi3audit),
     ("libraries", needed_libraries),
     ("digests", digests),
+    ("quiet import", quiet_import),
 ]
 
 

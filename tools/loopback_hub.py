@@ -179,12 +179,15 @@ class LoopbackHub:
         endpoint: the address for ``HF_ENDPOINT`` or ``HfApi(endpoint=...)``.
         requests: method, path and status of each request answered so far.
         trusted: may be changed while the server runs.
+        lost: a pattern or None. A request such as ``POST /api/repos/create`` that it is found in gets no answer, and
+            changes nothing: its connection closes, as when a network fails. May be changed while the server runs.
     """
 
     def __init__(self, root: Path | str, port: int = 0, trusted: bool = True, tokens: Mapping[str, str] | None = None):
         self.trusted = trusted
         self.tokens = dict(tokens) if tokens is not None else None
         self.requests: list[tuple[str, str, int]] = []
+        self.lost: str | None = None
         self.store = Store(Path(root))
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler_class(self))
         self._server.daemon_threads = True
@@ -418,6 +421,9 @@ def _handler_class(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
 
         def _respond(self) -> None:
             body = self._body()
+            if hub.lost is not None and re.search(hub.lost, f"{self.command} {self.path}"):
+                self.close_connection = True
+                return
             method = "GET" if self.command == "HEAD" else self.command
             response = hub.answer(method, self.path, body, self.headers.get("Authorization", ""))
             content = response.content

@@ -1,6 +1,7 @@
 """Padding-free (packed) training for every layer kind: the functions, their layers, and the hooks into transformers."""
 
-from . import _packing_ops, layers  # noqa: F401  registers shapes
+# _intact comes first: it looks at the shared object before anything loads it.
+from . import _intact, _packing_ops, layers  # noqa: F401
 from ._devices import refuse_cuda_where_unserved as _refuse_cuda_where_unserved
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update

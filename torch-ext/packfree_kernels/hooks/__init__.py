@@ -10,6 +10,8 @@ called directly, and whose attention a model's string names, is not affected.
 
 import os
 import threading
+import warnings
+from typing import Set
 
 from . import functions, guards, internals, patches
 from .late_import import ImportWatch
@@ -19,6 +21,7 @@ __all__ = ["HooksStatus", "hooks_status", "install_hooks", "remove_hooks"]
 
 _OWNER = "_packfree_hooks_owner"
 _lock = threading.RLock()
+_warned: Set[str] = set()
 
 
 def _install_now() -> None:
@@ -29,7 +32,12 @@ def _install_now() -> None:
             patches.install()
 
 
-_watch = ImportWatch(internals.MODEL_MODULE, _install_now)
+def _install_late() -> None:
+    _install_now()
+    _warn_of_fallbacks()
+
+
+_watch = ImportWatch(internals.MODEL_MODULE, _install_late)
 
 
 def install_hooks() -> HooksStatus:
@@ -89,7 +97,22 @@ def _why_not_installed() -> str:
     return "PACKFREE_HOOKS=0" if os.environ.get("PACKFREE_HOOKS") == "0" else "not asked for"
 
 
+def _warn_of_fallbacks() -> None:
+    """One line for what serves with less than it could, once each: after the import, and when the hooks come later."""
+    status = hooks_status()
+    news = [sentence for sentence in status.fallbacks if sentence not in _warned]
+    _warned.update(news)
+    if news:
+        warnings.warn(
+            f"packfree-kernels: {'; '.join(news)} ({status.variant}, CPU tier {status.cpu_tier}, hooks {status.state}; "
+            "see hooks_status())",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def install_on_import() -> None:
     """What the package calls at the end of its own import."""
     if os.environ.get("PACKFREE_HOOKS") != "0":
         install_hooks()
+    _warn_of_fallbacks()

@@ -4,7 +4,9 @@ import importlib
 import json
 import os
 from dataclasses import dataclass, field
-from typing import Dict, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
+
+import torch
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -26,6 +28,7 @@ class HooksStatus:
         variant: folder of this build, for example ``torch-stable-abi211-cpu-x86_64-linux``.
         kernel_id: the build's id.
         cpu_tier: instruction tier that the CPU kernels use, or None where it cannot be asked.
+        fallbacks: what serves with less than it could, one sentence each; importing the package warns of them.
     """
 
     installed: bool
@@ -41,16 +44,36 @@ class HooksStatus:
     kernel_id: Optional[str] = field(default_factory=lambda: kernel_id())
     cpu_tier: Optional[str] = field(default_factory=lambda: cpu_tier())
 
+    @property
+    def fallbacks(self) -> Tuple[str, ...]:
+        found: List[str] = []
+        forced = os.environ.get("PACKFREE_CPU_TIER")
+        if forced:
+            found.append(f"PACKFREE_CPU_TIER={forced} decides the CPU tier")
+        elif self.cpu_tier == "scalar":
+            found.append("this CPU has no AVX2, so the slow scalar tier serves")
+        if torch.version.cuda is not None and "-cpu-" in self.variant:
+            found.append("this is the CPU variant, in a CUDA build of torch")
+        if self.reason.startswith("the hooks of another build"):
+            found.append(self.reason)
+        if self.transformers is not None and self.transformers not in self.checked_transformers:
+            found.append(f"the hooks were not checked against transformers {self.transformers}")
+        return tuple(found)
+
+    @property
+    def state(self) -> str:
+        return "installed" if self.installed else f"not installed: {self.reason}"
+
     def __str__(self) -> str:
-        state = "installed" if self.installed else f"not installed: {self.reason}"
         checked = ", ".join(self.checked_transformers)
         lines = [
-            f"packfree-kernels hooks: {state}",
+            f"packfree-kernels hooks: {self.state}",
             f"  build          {self.variant} ({self.kernel_id or 'no metadata'})",
             f"  CPU tier       {self.cpu_tier or 'unknown'}",
             f"  transformers   {self.transformers or 'not imported'} (hooks checked against {checked})",
             f"  attention      {', '.join(self.attention) or 'no model uses it yet'}",
         ]
+        lines += [f"  fallback       {sentence}" for sentence in self.fallbacks]
         for title, table in (("served", self.functions), ("not served", self.not_served)):
             for name, modules in table.items():
                 short = ", ".join(module.rpartition(".")[2].replace("modeling_", "") for module in modules)
