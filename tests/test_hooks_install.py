@@ -129,6 +129,8 @@ def test_a_second_build_does_not_stack(kernel, tmp_path):
     for name in ("packing.py", "_checks.py"):
         shutil.copy(source / name, package / name)
     (package / "_ops.py").write_text("ops = None\n")
+    (package / "causal_conv1d").mkdir()
+    (package / "causal_conv1d" / "api.py").write_text("WIDTHS = range(2, 9)\n")
     (package / "__init__.py").write_text(
         "def causal_conv1d_fn(*args, **kwargs): raise AssertionError\nchunk_gated_delta_rule = causal_conv1d_fn\n"
     )
@@ -371,6 +373,28 @@ def test_mask_attention_needs_positions_that_show_the_samples():
         model(**{**batch, "position_ids": torch.arange(35)[None]})
     with pytest.raises(ValueError, match="position_ids"):
         model(**{**batch, "position_ids": batch["position_ids"].expand(3, -1, -1)})
+
+
+def test_model_that_builds_its_mask_without_positions_is_refused():
+    model = build("granitemoehybrid", "eager")
+    for setting in SETTINGS:
+        with pytest.raises(ValueError, match="GraniteMoeHybridForCausalLM: attn_implementation.*position_ids.*eager"):
+            model(**pack("granitemoehybrid", setting))
+
+
+def test_models_that_build_their_mask_without_positions_are_known(kernel):
+    """Read from the code of every modeling file that uses a hooked function: its mask's keywords hold position_ids."""
+    hooked = "causal_conv1d_fn|chunk_gated_delta_rule|chunk_kda|mamba_chunk_scan_combined|selective_scan_fn"
+    seen, dropping = 0, set()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        source = path.read_text(encoding="utf-8")
+        if re.search(hooked, source) and "create_causal_mask(" in source:
+            seen += 1
+            if not re.search(r"mask_kwargs = \{[^}]*position_ids", source):
+                dropping.add(path.stem.removeprefix("modeling_"))
+    internals = sys.modules[f"{kernel.__name__}.hooks.internals"]
+    assert seen > 10
+    assert dropping == set(internals.MASK_WITHOUT_POSITIONS) | {"glm5_next"}  # which is refused as a whole
 
 
 def test_configuration_table_is_complete():

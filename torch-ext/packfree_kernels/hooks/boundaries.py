@@ -264,6 +264,10 @@ def _check_positions(model: Any, op: str, call: Call, cu_seqlens: Tensor, batch:
         raise value_error(op, "position_ids", must, "a packed batch")
     if attention not in internals.MASK_ATTENTION:
         return
+    model_type = internals.model_type(internals.text_config(model))
+    if model_type in internals.MASK_WITHOUT_POSITIONS:
+        must = f"be this kernel in a packed call, because {model_type} builds its attention mask without position_ids"
+        raise value_error(op, "attn_implementation", must, attention)
     positions = _positions(call, batch)
     if positions is None or (positions.dim() == 3 and positions.shape[0] == 3):
         got = None if positions is None else "3 rows without a text row"

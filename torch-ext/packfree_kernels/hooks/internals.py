@@ -31,6 +31,8 @@ PAGED_KEYWORDS = ("cache", "block_table")
 
 # Attention implementations that cut a pack by position_ids alone, through the mask that transformers builds.
 MASK_ATTENTION = ("eager", "sdpa", "flex_attention")
+# Model types that build this mask without their position_ids.
+MASK_WITHOUT_POSITIONS = ("granitemoehybrid",)
 
 # Model types (a trailing * stands for any ending) whose packed result is wrong outside the functions that can be
 # hooked, and what does it.
