@@ -11,6 +11,7 @@ import torch
 
 from tests.harness.kernel import load_kernel
 from tests.harness.packings import Pack
+from tests.harness.properties import assert_same_bits
 from tests.ops import (
     causal_conv1d,
     flash_attn_varlen,
@@ -47,6 +48,9 @@ def offsets(*values, dtype=torch.int32):
 
 def labels(*values, dtype=torch.int32):
     return torch.tensor([values], dtype=dtype)
+
+
+GOOD = offsets(0, 3, 10)
 
 
 # Fault -> (offsets over ten tokens, exception). The same for cu_seqlens, cu_seqlens_q and cu_seqlens_k.
@@ -159,10 +163,28 @@ def test_offsets_beside_several_rows(name):
         op.run(in_rows(op, 2), cu_seqlens=offsets(0, 10, 20))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_c11_forms_of_well_formed_boundaries(name):
+    """int32, int64 and lists mean the same, to the bit."""
+    op = FUNCTIONS[name]
+    inputs = op.make(ROW, torch.float32)
+    expected = op.run(inputs, cu_seqlens=GOOD)
+    cut = labels(*[0] * 3 + [1] * 7)
+    for given in (
+        dict(cu_seqlens=GOOD.long()),
+        dict(cu_seqlens=GOOD.tolist()),
+        dict(cu_seqlens=tuple(GOOD.tolist())),
+        dict(seq_idx=cut),
+        dict(seq_idx=cut.long()),
+        dict(cu_seqlens=GOOD, seq_idx=cut),
+    ):
+        for key, value in op.run(inputs, **given).items():
+            assert_same_bits(f"{name}: {key} by {given}", value, expected[key])
+
+
 # ---- attention ----
 
 ATTENTION = flash_attn_varlen.op_under_test(flash_attn_varlen.Case(""))
-GOOD = offsets(0, 3, 10)
 
 
 def attend(**boundaries):

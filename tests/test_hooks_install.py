@@ -128,9 +128,11 @@ def test_a_second_build_does_not_stack(kernel, tmp_path):
     shutil.copytree(source / "hooks", package / "hooks")
     for name in ("packing.py", "_checks.py"):
         shutil.copy(source / name, package / name)
-    (package / "_ops.py").write_text("ops = None\n")
     (package / "causal_conv1d").mkdir()
     (package / "causal_conv1d" / "api.py").write_text("WIDTHS = range(2, 9)\n")
+    (package / "_ops.py").write_text(
+        "ops = None\ndef add_op_namespace_prefix(name): return 'other_packfree_build::' + name\n"
+    )
     (package / "__init__.py").write_text(
         "def causal_conv1d_fn(*args, **kwargs): raise AssertionError\nchunk_gated_delta_rule = causal_conv1d_fn\n"
     )

@@ -1,19 +1,10 @@
-"""Packed training as users run it: Trainer, accumulation, checkpointing, mixed precision, compilation."""
-
-import functools
+"""Packed training as users run it: Trainer, accumulation, checkpointing, mixed precision."""
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
-from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from tests.tiny_models import (
-    SETTINGS,
     alone,
     assert_gradients_equal,
     assert_logits_equal,
@@ -125,82 +116,6 @@ def test_bfloat16_autocast():
             assert ours <= 2 * theirs + 1e-2 * gradient.norm(), name
 
 
-class Forgetful(torch.nn.Module):
-    """A layer that gets no boundary keywords, as where a model or a wrapper drops them."""
-
-    def __init__(self, layer, recompute):
-        super().__init__()
-        self.layer = layer
-        self.recompute = recompute
-
-    def forward(self, hidden_states, **kwargs):
-        dropped = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")
-        kept = {name: value for name, value in kwargs.items() if name not in dropped}
-        if self.recompute is None:
-            return self.layer(hidden_states, **kept)
-        run_layer = lambda hidden: self.layer(hidden, **kept)  # noqa: E731
-        return checkpoint(run_layer, hidden_states, use_reentrant=self.recompute)
-
-
-def run_forgetful(model, batches):
-    logits, gradients = run(model, batches)
-    return logits, {name.replace(".layer.", "."): gradient for name, gradient in gradients.items()}
-
-
-def forgetful(model_type, recompute=None):
-    model = load(model_type).train()
-    layers = model.model.layers
-    for index in range(len(layers)):
-        layers[index] = Forgetful(layers[index], recompute)
-    return model
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2", "bamba", "jamba", "kimi_linear"])
-def test_model_that_drops_the_keywords(model_type):
-    """The context stands in for lost keywords, in the forward and in transformers' own recompute."""
-    expected = run(build(model_type, "eager").train(), alone())
-    for use_reentrant in (None, False, True):
-        model = forgetful(model_type)
-        if use_reentrant is not None:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        for setting in SETTINGS:
-            logits, gradients = run_forgetful(model, [pack(model_type, setting)])
-            assert_logits_equal(logits, expected[0])
-            assert_gradients_equal(gradients, expected[1])
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "lfm2"])
-@pytest.mark.parametrize("implementation", CheckpointImpl)
-def test_checkpoint_wrapper_of_sharded_training(model_type, implementation):
-    """torch's wrapper, which FSDP and accelerate put around layers, hands the boundary keywords to the recompute."""
-    model = load(model_type).train()
-    model.enable_input_require_grads()
-    expected = run(model, [pack(model_type)])
-    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=implementation)
-    layer = type(model.model.layers[0])
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda part: type(part) is layer)
-    logits, gradients = run(model, [pack(model_type)])
-    assert_logits_equal(logits, expected[0])
-    gradients = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients.items()}
-    assert_gradients_equal(gradients, expected[1])
-
-
-@pytest.mark.parametrize("model_type", ["llama", "lfm2"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_boundaries_lost_in_a_recompute_are_an_error(model_type, use_reentrant):
-    """A checkpoint wrapper from elsewhere around layers without keywords: an error, never a guess."""
-    model = forgetful(model_type, recompute=use_reentrant)
-    model.enable_input_require_grads()
-    loss = model(**pack(model_type)).logits.square().sum()
-    with pytest.raises(RuntimeError, match="not known in its recompute.*gradient_checkpointing_enable"):
-        loss.backward()
-    # The same wrapper around an unpacked batch of the same shape is fine.
-    batch = dict(input_ids=pack(model_type)["input_ids"], use_cache=False)
-    _, gradients = run_forgetful(model, [batch])
-    _, expected = run(build(model_type, "eager").train(), [batch])
-    assert_gradients_equal(gradients, expected)
-
-
 def test_context_is_left_after_an_error():
     """A forward that raises must not leave its boundaries behind for the next one."""
     model = load("lfm2").eval()
@@ -209,54 +124,3 @@ def test_context_is_left_after_an_error():
     with torch.no_grad():
         batch = alone()[2]
         assert_logits_equal(model(**batch).logits, build("lfm2", "eager").eval()(**batch).logits)
-
-
-@pytest.mark.parametrize(
-    "model_type, setting, most_graphs",
-    [
-        ("llama", "position_ids", 1),
-        ("qwen3_5_text", "position_ids", 1),
-        ("lfm2", "seq_idx", 2),
-        ("bamba", "position_ids", 1),
-        ("jamba", "position_ids", 1),
-        ("kimi_linear", "position_ids", 1),
-    ],
-)
-def test_compiled_without_a_graph_break(model_type, setting, most_graphs):
-    """fullgraph=True, float32, training, equal to eager; a new number of samples in the row needs no new graph.
-
-    With cu_seq_lens one more is made where their number changes for the first time and turns dynamic.
-    """
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    model = load(model_type).train()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for lengths in ([5, 9, 17, 3], [12, 12, 10], [4, 6, 6, 6, 6, 6]):
-        batch = pack(model_type, setting, lengths)
-        logits, gradients = run(compiled, [batch])
-        expected_logits, expected_gradients = run(model, [batch])
-        assert_logits_equal(logits, expected_logits)
-        gradients = {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients.items()}
-        assert_gradients_equal(gradients, expected_gradients)
-    assert len(graphs) <= most_graphs
-
-
-def test_compiled_checks_what_it_cannot_read():
-    """What eager mode refuses by value is checked inside the graph."""
-    torch._dynamo.reset()
-    model = torch.compile(load("llama").eval(), fullgraph=True, backend="eager")
-    with torch.no_grad():
-        ones = pack(attention_mask=torch.ones(1, 35, dtype=torch.long))
-        assert_logits_equal(model(**ones).logits, model._orig_mod(**ones).logits)
-        zeros = {**ones, "attention_mask": ones["attention_mask"].clone()}
-        zeros["attention_mask"][0, -1] = 0
-        with pytest.raises(RuntimeError, match="attention_mask must mask nothing"):
-            model(**zeros)
-        hybrid = torch.compile(build("lfm2", "eager").eval(), fullgraph=True, backend="eager")
-        with pytest.raises(RuntimeError, match="position_ids must not pack samples"):
-            hybrid(**pack(), use_cache=True)

@@ -222,11 +222,13 @@ def _complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens:
         call["position_ids"] = _count_positions(model, cu_seqlens, seq_idx)
     _check_positions(model, op, call, cu_seqlens, batch)
     if signature.any_keyword:
-        found = (seq_idx, cu_seqlens, cu_seqlens, max_length, max_length)
-        for name, value in zip(internals.BOUNDARY_KEYWORDS, found):
-            if call.get(name) is None:
-                call[name] = value
-        call["cu_seq_lens_q"] = cu_seqlens
+        if call.get("seq_idx") is None:
+            call["seq_idx"] = seq_idx
+        call.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens)
+        for name in internals.LONGEST_KEYWORDS:
+            # A trace would be good for the caller's number only, and another one cost a new graph.
+            if torch.compiler.is_compiling() or call.get(name) is None:
+                call[name] = max_length
     takes_cache = "use_cache" in signature.names or (signature.any_keyword and hasattr(config, "use_cache"))
     if takes_cache and call.get("use_cache") is None:
         call["use_cache"] = False
@@ -235,6 +237,8 @@ def _complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens:
 
 def _longest(op: str, call: Call, cu_seqlens: Tensor, batch: _Batch) -> int:
     """An upper bound of the longest sequence; raises where the call's own companions of cu_seq_lens_q contradict it."""
+    if torch.compiler.is_compiling():
+        return batch.length
     keys = call.get("cu_seq_lens_k")
     if keys is not None:
         keys = packing.check_cu_seqlens(op, keys, batch.rows * batch.length, batch.device, argument="cu_seq_lens_k")
@@ -244,7 +248,7 @@ def _longest(op: str, call: Call, cu_seqlens: Tensor, batch: _Batch) -> int:
         must = f"cut the row where the samples end, at {packing.brief_offsets(cu_seqlens)}"
         raise value_error(op, "cu_seq_lens_k", must, packing.brief_offsets(keys))
     longest = int(torch.diff(cu_seqlens).max()) if cu_seqlens.shape[0] > 1 else 0
-    for name in ("max_length_q", "max_length_k"):
+    for name in internals.LONGEST_KEYWORDS:
         if call.get(name) is not None and int(call[name]) < longest:
             raise value_error(op, name, f"be at least the longest sample ({longest})", int(call[name]))
     return longest

@@ -9,6 +9,7 @@ through its version check. What is relied on:
 - every model's ``__init__`` ends in ``PreTrainedModel.post_init`` and by then its attention kernel is loaded;
 - ``modeling_flash_attention_utils`` keeps the name and the functions of the last attention kernel in module globals;
 - ``PreTrainedModel._set_gradient_checkpointing(enable, gradient_checkpointing_func, ...)`` hands the function out;
+- experts in another dtype than bfloat16 are computed, compiled, by the operator ``transformers::grouped_mm_fallback``;
 - attention gets its boundaries as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
 """
 
@@ -24,7 +25,8 @@ CHECKED_TRANSFORMERS = ("5.22.2", "5.24.0")
 MODEL_MODULE = "transformers.modeling_utils"
 
 # Keywords of a model's forward that carry boundaries.
-BOUNDARY_KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+LONGEST_KEYWORDS = ("max_length_q", "max_length_k")
+BOUNDARY_KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", *LONGEST_KEYWORDS)
 # A cache that is in use under any of these names means generation; the last two belong to continuous batching.
 CACHE_KEYWORDS = ("past_key_values", "cache_params")
 PAGED_KEYWORDS = ("cache", "block_table")
@@ -72,6 +74,17 @@ def flash_entry() -> ModuleType:
     import transformers.integrations.flash_attention as entry
 
     return entry
+
+
+def grouped_product() -> Tuple[Any, Optional[Callable]]:
+    """The operator that computes experts where PyTorch's grouped product does not, and its backward formula.
+
+    ``(None, None)`` while the module is not loaded, and where it has another form.
+    """
+    module = sys.modules.get("transformers.integrations.moe")
+    stock = getattr(module, "_grouped_mm_fallback_backward", None)
+    definition = torch._library.custom_ops._maybe_get_opdef("transformers::grouped_mm_fallback")
+    return (definition, stock) if stock is not None and hasattr(definition, "_backward_fn") else (None, None)
 
 
 def attention_functions() -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import Tensor
 
-from . import boundaries, context, functions, guards, internals, recompute
+from . import boundaries, context, experts, functions, guards, internals, recompute
 from .undo import UndoList
 
 _active = [False]
@@ -68,6 +68,12 @@ def remove() -> None:
 
 
 def _replace_functions() -> None:
+    """Replace what does not depend on a model's class, in modules that have been loaded since the last time."""
+    experts.make_traceable(_undo)
+    _replace_mixing_functions()
+
+
+def _replace_mixing_functions() -> None:
     """Replace the table's functions in every modeling module that still has stock ones.
 
     Looks at all of them each time, which takes about a millisecond: a module that has been seen may have been in the

@@ -1,0 +1,159 @@
+"""Faults of training on several ranks: heads split over ranks, and ranks whose packs are nothing alike.
+
+This package has no function that cuts boundaries over ranks; whoever splits heads hands every rank the same ones.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness.kernel import load_kernel
+from tests.harness.packings import Pack
+from tests.harness.properties import cotangents, run_with_gradients
+from tests.ops import EXACT, causal_conv1d, flash_attn_varlen, gated_delta_rule, kda, mamba1_scan, mamba2_scan
+from tests.tiny_models import SETTINGS, assert_gradients_equal, load, pack
+
+# How the harness calls each op with heads (or channels) that come in halves, and the axis on which a tensor has them;
+# parameters have them on their first.
+HALVES = {
+    "causal_conv1d": (
+        causal_conv1d.op_under_test(causal_conv1d.Case("")),
+        dict(x=1, y=1, initial_states=1, final_states=1),
+    ),
+    "flash_attn_varlen": (
+        flash_attn_varlen.op_under_test(flash_attn_varlen.Case("", sinks=True)),
+        dict(q=1, k=1, v=1, out=1, lse=0),
+    ),
+    "gated_delta_rule": (
+        gated_delta_rule.op_under_test(gated_delta_rule.Case("", key_heads=2, value_heads=4)),
+        dict(q=2, k=2, v=2, g=2, beta=2, o=2, initial_state=1, final_state=1),
+    ),
+    "kda": (
+        kda.op_under_test(kda.Case("", key_heads=2, value_heads=4, gate="softplus")),
+        dict(q=2, k=2, v=2, g=2, beta=2, o=2, initial_state=1, final_state=1),
+    ),
+    "mamba1_scan": (
+        mamba1_scan.op_under_test(mamba1_scan.Case("", channels=20, groups=2)),
+        dict(u=1, delta=1, z=1, B=1, C=1, y=1, initial_states=1, last_states=1),
+    ),
+    "mamba2_scan": (
+        mamba2_scan.op_under_test(mamba2_scan.Case("")),
+        dict(x=2, dt=2, B=2, C=2, z=2, y=2, initial_states=1, final_states=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_c56_halves_of_the_heads_are_the_whole(name):
+    """Two ranks with two heads each give what one gives with four, gradients of parameters included."""
+    op, axes = HALVES[name]
+    documents = Pack("two documents", (5, 11))
+    inputs, boundaries = op.make(documents, torch.float32), op.boundaries(documents)
+
+    def run(given, weights):
+        return run_with_gradients(lambda leaves: op.run(leaves, **boundaries), given, weights)
+
+    def axis_of(tensor_name):
+        return axes.get(op.base(tensor_name), 0)
+
+    def half(tensors, rank):
+        return {key: value.chunk(2, axis_of(key))[rank] for key, value in tensors.items()}
+
+    with torch.no_grad():
+        weights = cotangents(op.run(inputs, **boundaries))
+    whole = run(inputs, weights)
+    ranks = [run(half(inputs, rank), half(weights, rank)) for rank in (0, 1)]
+    for key, value in whole.items():
+        joined = torch.cat([rank[key] for rank in ranks], axis_of(key))
+        torch.testing.assert_close(joined, value, rtol=1e-6, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_c58_no_tokens(name):
+    """A rank without tokens gets empty outputs and parameter gradients of 0."""
+    nothing = Pack("nothing", ())
+    for case in EXACT[name]:
+        op = case()
+        inputs = op.make(nothing, torch.float32)
+        results = run_with_gradients(
+            lambda leaves, op=op: op.run(leaves, **op.boundaries(nothing)), inputs
+        )
+        for key, value in results.items():
+            if op.kind(key) == "tokens":
+                assert value.shape[op.token_axis[op.base(key)]] == 0, key
+            elif op.kind(key) == "states":
+                assert value.shape[0] == 0, key
+            else:
+                assert value.shape == inputs[op.base(key)].shape and bool((value == 0).all()), key
+
+
+# Rank 0 packs forty tokens, rank 1 has one.
+LENGTHS = [[20, 13, 7], [1]]
+TOKENS = sum(map(sum, LENGTHS))
+STEPS = 3
+
+
+def loss_of(model, rank, step):
+    """A sum over this rank's tokens, as a share of all; each step by another setting of the collator."""
+    batch = pack("bamba", list(SETTINGS)[step], LENGTHS[rank], use_cache=False)
+    return model(**batch).logits.square().sum() / TOKENS
+
+
+def gradients_of(model):
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        found[name.removeprefix("module.")] = full.clone()
+    return found
+
+
+def train(model, losses):
+    """Plain gradient descent; the gradients of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses(step).backward()
+        steps.append(gradients_of(model))
+        optimizer.step()
+    return steps
+
+
+def sharded(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def work(rank, folder):
+    """One of two processes: the same three steps in one process, under DDP and under FSDP."""
+    torch.set_num_threads(1)
+    load_kernel()
+    # A collective that waits for longer than this is a hang.
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        alone = load("bamba").train()
+        expected = train(alone, lambda step: loss_of(alone, 0, step) + loss_of(alone, 1, step))
+        for wrap in (DistributedDataParallel, sharded):
+            model = wrap(load("bamba").train())
+            # Both average over the ranks.
+            steps = train(model, lambda step, model=model: 2 * loss_of(model, rank, step))
+            for got, want in zip(steps, expected, strict=True):
+                assert_gradients_equal(got, want)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_c58_ranks_of_unequal_packs(kernel, tmp_path):
+    """Three samples beside one of a single token: no hang, and the gradients of one process with both."""
+    torch.multiprocessing.spawn(work, args=(str(tmp_path),), nprocs=2)
