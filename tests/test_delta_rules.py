@@ -197,6 +197,30 @@ def test_recurrent_has_no_backward(kernel, rule):
         o.sum().backward()
 
 
+def stock_functions(rule):
+    """The models' own torch functions, in chunks and token by token."""
+    if rule.per_channel:
+        from transformers.models.kimi_linear import modeling_kimi_linear as stock
+
+        return stock.chunk_kimi_delta_attention, stock.recurrent_kimi_delta_attention
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
+
+    return stock.torch_chunk_gated_delta_rule, stock.torch_recurrent_gated_delta_rule
+
+
+@every_function
+def test_matches_transformers(kernel, rule, function):
+    """At the call form the models use."""
+    inputs = rule.small_inputs(Case("", key_heads=2, value_heads=2), (70,))
+    q, k, v = (inputs.pop(name) for name in "qkv")
+    options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
+    ours = getattr(kernel, function)(q, k, v, **inputs, **options)
+    for stock in stock_functions(rule):
+        for left, right in zip(ours, stock(q, k, v, **inputs, **options)):
+            assert left.dtype == right.dtype
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
 LABELS = torch.tensor([[0, 0, 1, 1, -1, -1], [0, 0, 0, 0, 0, 0]])
 
 

@@ -73,26 +73,15 @@ def test_opcheck(kernel):
         torch.library.opcheck(ops.kda_bwd.default, (do, None, *plain, *none, SMALL.cu_seqlens, None, 0.5, False))
 
 
-def test_matches_transformers(kernel):
-    """The models' own torch functions, at the call form the models use, and their gates."""
+def test_gates_match_transformers(kernel):
+    """The gates of a model that has both kinds, with its own torch function behind them."""
     from transformers import BailingHybridConfig
     from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridForgetGate
-    from transformers.models.kimi_linear.modeling_kimi_linear import (
-        chunk_kimi_delta_attention,
-        recurrent_kimi_delta_attention,
-    )
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
-    inputs = RULE.inputs(Case("", key_heads=2, value_heads=2), Pack("", (70,)), torch.float32)
+    inputs = RULE.small_inputs(Case("", key_heads=2, value_heads=2), (70,))
     q, k, v = (inputs.pop(name) for name in "qkv")
     options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
-    for stock in (chunk_kimi_delta_attention, recurrent_kimi_delta_attention):
-        expected = stock(q, k, v, **inputs, **options)
-        for function in RULE.functions:
-            ours = getattr(kernel, function)(q, k, v, **inputs, **options)
-            for left, right in zip(ours, expected):
-                assert left.dtype == right.dtype
-                torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
-
     config = BailingHybridConfig(hidden_size=32, linear_num_heads=2, linear_head_dim=16)
     for safe in (True, False):
         config.kda_safe_gate = safe

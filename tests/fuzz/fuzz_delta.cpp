@@ -14,9 +14,8 @@ int64_t DrawDim(Draw& draw) {
   return draw.Pick<int64_t>({1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65});
 }
 
-// Fields that the two rules share: both structs have them under the same names.
-template <class Inputs>
-void DrawShared(Trial& trial, Dtype dtype, Inputs* in) {
+// What the two rules share.
+void DrawShared(Trial& trial, Dtype dtype, DeltaInputs* in) {
   Draw& draw = trial.draw;
   in->key_dim = DrawDim(draw);
   in->value_dim = DrawDim(draw);
@@ -43,13 +42,11 @@ void DrawShared(Trial& trial, Dtype dtype, Inputs* in) {
 // Log-decays: mild, none, or so strong that their exponentials underflow.
 Range DrawDecay(Draw& draw) { return draw.Pick<Range>({{-0.5, 0}, {-5, 0}, {0, 0}, {-1e4, 0}}); }
 
-template <class Inputs>
-Axes States(const Inputs& in) {
+Axes States(const DeltaInputs& in) {
   return {{in.packing.num_sequences, in.value_heads, in.key_dim, in.value_dim}};
 }
 
-template <class Inputs>
-void DescribeRule(Trial& trial, Tier tier, Dtype dtype, const Inputs& in, bool final_state, const char* more) {
+void DescribeRule(Trial& trial, Tier tier, Dtype dtype, const DeltaInputs& in, bool final_state, const char* more) {
   trial.Describe("tier %s, %s, H=%ld HV=%ld K=%ld V=%ld%s%s%s%s", TierName(tier), NameOf(dtype), in.key_heads,
                  in.value_heads, in.key_dim, in.value_dim, in.l2norm ? ", l2norm" : "",
                  in.initial_state != nullptr ? ", initial state" : "", final_state ? ", final state" : "", more);

@@ -9,8 +9,9 @@
 namespace packfree {
 
 // g and its gradient are Acc [T, HV], contiguous: log-decays.
-using GatedDeltaRuleForward = DeltaForward<DeltaInputs>;
-using GatedDeltaRuleBackward = DeltaBackward<DeltaInputs>;
+using GatedDeltaRuleInputs = DeltaInputs;
+using GatedDeltaRuleForward = DeltaForward<GatedDeltaRuleInputs>;
+using GatedDeltaRuleBackward = DeltaBackward<GatedDeltaRuleInputs>;
 
 // Sequences run chunk by chunk; any number of tokens.
 void GatedDeltaRuleForwardCpu(Tier tier, Dtype dtype, const GatedDeltaRuleForward& args);
