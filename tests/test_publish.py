@@ -15,6 +15,8 @@ from tests.harness.hub import (
     publish,
 )
 
+OTHER = "torch-stable-abi211-cu130-x86_64-linux"
+
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
@@ -108,7 +110,12 @@ def test_publish_refuses_a_build_that_was_touched(variant, tmp_path):
         assert server.history(REPO_ID, "main") == []
 
 
-OTHER = "torch-stable-abi211-cu130-x86_64-linux"
+def test_publish_refuses_variants_of_different_sources(variant, tmp_path):
+    build = copy_variant(variant, copy_variant(variant, tmp_path / "build"), OTHER)
+    metadata = build / OTHER / "metadata.json"
+    metadata.write_text(re.sub(r'("id": "\w+_)\w+"', r'\g<1>0ther"', metadata.read_text()))
+    done = publish(UNREACHABLE, tmp_path / "home", "--build", str(build))
+    assert done.returncode == 1 and "different sources" in done.stderr and "make variants" in done.stderr
 
 
 def published_files(server, branch="v1"):

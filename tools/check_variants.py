@@ -98,6 +98,8 @@ def main() -> None:
         check_here(arguments.inside)
         return
     built = [name for name in RELEASES if any((ROOT / "build").glob(f"torch-*-{name}-*/metadata.json"))]
+    if not built:
+        sys.exit("check_variants: build/ holds no CUDA variant; run make variants")
     failed = [name for name in arguments.compute if name not in built]
     for name in failed:
         print(f"check_variants: {name} is not built: run `make variants`")

@@ -90,16 +90,20 @@ class Plan:
 
 
 def find_variants(build: Path, version: int) -> list[Path]:
-    """The variant folders of ``build``, each checked to be whole and of this version.
+    """The variant folders of ``build``, each checked to be whole, of this version and of the same sources.
 
     Raises:
-        PublishError: there is none, one belongs to another version, or its files are not those of its digest.
+        PublishError: there is none, one belongs to another version or to other sources than the rest, or its files are
+            not those of its digest.
     """
     variants = sorted(path.parent for path in build.glob("*/metadata.json"))
     if not variants:
         raise PublishError(f"no built variant in {build}: run `make build` first")
+    sources: dict[str, str] = {}
     for variant in variants:
         metadata = Metadata.read_from_file(variant / "metadata.json")
+        # An id ends in a digest of all sources, so variants of one state of the tree share it.
+        sources[metadata.id.rpartition("_")[2]] = variant.name
         if metadata.version != version:
             raise PublishError(
                 f"{variant.name} was built as version {metadata.version}, build.toml says {version}: run `make build`"
@@ -107,6 +111,9 @@ def find_variants(build: Path, version: int) -> list[Path]:
         actual = Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
         if metadata.digest is not None and metadata.digest.files != actual:
             raise PublishError(f"the files of {variant.name} are not those of its digest: run `make build` again")
+    if len(sources) > 1:
+        built = ", ".join(f"{name} from {source}" for source, name in sorted(sources.items()))
+        raise PublishError(f"the variants were built from different sources ({built}): run `make variants`")
     return variants
 
 
