@@ -98,7 +98,6 @@ def jobs_of(kind: str, folder: Path, arguments: argparse.Namespace) -> List[Job]
     inputs = str(arguments.inputs or INPUTS[kind])
     environment = dict(
         os.environ,
-        ASAN_OPTIONS="detect_stack_use_after_return=1:strict_init_order=1",
         UBSAN_OPTIONS="print_stacktrace=1",
         TSAN_OPTIONS="halt_on_error=1",
     )

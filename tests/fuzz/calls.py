@@ -38,9 +38,10 @@ class Draw(random.Random):
         dtype = self.choice(DTYPES)
         return dtype, torch.float64 if dtype == torch.float64 else torch.float32
 
-    def boundaries(self, tokens: int, sequences: int) -> torch.Tensor:
-        inner = sorted(self.randint(0, tokens) for _ in range(sequences))
-        return torch.tensor([0, *inner], dtype=torch.int32)
+    def boundaries(self, tokens: int, rows: int = 1) -> torch.Tensor:
+        """Of two sequences: in one row of tokens, or each a row."""
+        ends = [tokens, 2 * tokens] if rows == 2 else sorted(self.randint(0, tokens) for _ in range(2))
+        return torch.tensor([0, *ends], dtype=torch.int32)
 
 
 def tensor(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
@@ -54,7 +55,7 @@ def convolution(draw: Draw, backward: bool) -> Arguments:
     x = tensor(dtype, B, T, D) if last else tensor(dtype, B, D, T)
     arguments = dict(
         x=x, weight=tensor(dtype, D, W), bias=draw.maybe(tensor(dtype, D)),
-        cu_seqlens=draw.boundaries(T if B == 1 else 0, N), initial_states=draw.maybe(tensor(dtype, N, D, W - 1)),
+        cu_seqlens=draw.boundaries(T, B), initial_states=draw.maybe(tensor(dtype, N, D, W - 1)),
         silu=draw.flag(), channels_last=last, want_states=draw.flag(),
     )  # fmt: skip
     if backward:
@@ -75,11 +76,11 @@ def convolution_update(draw: Draw, backward: bool) -> Arguments:
 
 def attention(draw: Draw, backward: bool) -> Arguments:
     dtype, wide = draw.dtypes()
-    Tq, Tk, HK, K, V, N = draw.randint(1, 9), draw.randint(1, 9), draw.randint(1, 2), 5, draw.choice([5, 16]), 2
+    Tq, Tk, HK, K, V = draw.randint(1, 9), draw.randint(1, 9), draw.randint(1, 2), 5, draw.choice([5, 16])
     H = HK * draw.randint(1, 2)
     arguments = dict(
         q=tensor(dtype, Tq, H, K), k=tensor(dtype, Tk, HK, K), v=tensor(dtype, Tk, HK, V),
-        cu_seqlens_q=draw.boundaries(Tq, N), cu_seqlens_k=draw.boundaries(Tk, N), s_aux=draw.maybe(tensor(wide, H)),
+        cu_seqlens_q=draw.boundaries(Tq), cu_seqlens_k=draw.boundaries(Tk), s_aux=draw.maybe(tensor(wide, H)),
         seed=torch.tensor([7]), dropout_p=draw.choice([0.0, 0.5]), softmax_scale=0.4, window_left=draw.randint(-1, 3),
         window_right=draw.randint(-1, 3), softcap=draw.choice([0.0, 2.0]),
     )  # fmt: skip
@@ -97,7 +98,7 @@ def delta_rule(draw: Draw, backward: bool) -> Arguments:
     HV = H * draw.randint(1, 2)
     arguments = dict(
         q=tensor(dtype, T, H, K), k=tensor(dtype, T, H, K), v=tensor(dtype, T, HV, V), g=-tensor(wide, T, HV),
-        beta=tensor(wide, T, HV), cu_seqlens=draw.boundaries(T, N), initial_state=draw.maybe(tensor(wide, N, HV, K, V)),
+        beta=tensor(wide, T, HV), cu_seqlens=draw.boundaries(T), initial_state=draw.maybe(tensor(wide, N, HV, K, V)),
         scale=0.5, l2norm=draw.flag(), want_state=draw.flag(),
     )  # fmt: skip
     if backward:
@@ -129,7 +130,7 @@ def mamba1(draw: Draw, backward: bool) -> Arguments:
     arguments = dict(
         u=tensor(dtype, B, D, T), delta=tensor(dtype, B, D, T), A=-tensor(wide, D, S), B=coefficients(),
         C=coefficients(), D=draw.maybe(tensor(wide, D)), z=draw.maybe(tensor(dtype, B, D, T)),
-        delta_bias=draw.maybe(tensor(wide, D)), cu_seqlens=draw.boundaries(T if B == 1 else 0, N),
+        delta_bias=draw.maybe(tensor(wide, D)), cu_seqlens=draw.boundaries(T, B),
         initial_states=draw.maybe(tensor(wide, N, D, S)), delta_softplus=draw.flag(), channels_last=last,
         want_states=draw.flag(),
     )  # fmt: skip
@@ -147,7 +148,7 @@ def mamba2(draw: Draw, backward: bool) -> Arguments:
     arguments = dict(
         x=tensor(dtype, T, H, P), dt=tensor(wide, T, H), A=-tensor(wide, H), B=tensor(dtype, T, G, S),
         C=tensor(dtype, T, G, S), D=draw.maybe(tensor(wide, H, P)), z=draw.maybe(tensor(dtype, T, H, P)),
-        dt_bias=draw.maybe(tensor(wide, H)), cu_seqlens=draw.boundaries(T, N),
+        dt_bias=draw.maybe(tensor(wide, H)), cu_seqlens=draw.boundaries(T),
         initial_state=draw.maybe(tensor(wide, N, H, P, S)), dt_softplus=draw.flag(), dt_min=0.0, dt_max=1e9,
         want_state=draw.flag(),
     )  # fmt: skip
