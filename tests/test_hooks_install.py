@@ -396,7 +396,7 @@ def test_models_that_build_their_mask_without_positions_are_known(kernel):
                 dropping.add(path.stem.removeprefix("modeling_"))
     internals = sys.modules[f"{kernel.__name__}.hooks.internals"]
     assert seen > 10
-    assert dropping == set(internals.MASK_WITHOUT_POSITIONS) | {"glm5_next"}  # which is refused as a whole
+    assert dropping == set(internals.MASK_WITHOUT_POSITIONS)
 
 
 def test_configuration_table_is_complete():

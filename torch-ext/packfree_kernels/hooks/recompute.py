@@ -12,7 +12,7 @@ cannot be told by them is an error, never a guess.
 """
 
 from collections import deque
-from typing import Deque, NamedTuple, Optional
+from typing import Callable, Deque, NamedTuple, Optional
 
 import torch
 
@@ -37,6 +37,12 @@ _forgotten = [0]
 _compiled = [False]
 
 
+def _constant_in_a_trace(function: Callable) -> Callable:
+    """What ``torch.compiler.assume_constant_result`` does; that imports torch._dynamo, which makes a folder on disk."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def next_node() -> int:
     """The number that autograd gives to the next node of this thread."""
     return torch.autograd._get_sequence_nr()
@@ -53,7 +59,7 @@ def note_forward(first: int, boundaries: Optional[Boundaries]) -> None:
     _forwards.append(_Forward(first, end, boundaries))
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_a_trace
 def note_compiled_forward() -> None:
     """Remember that packed forwards are compiled; runs while one is traced."""
     _compiled[0] = True
@@ -64,7 +70,7 @@ def forget() -> None:
     _forgotten[0], _compiled[0] = 0, False
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_a_trace
 def recomputing() -> bool:
     """Whether this call runs inside a backward pass: -1 is what autograd reports outside of one."""
     return torch._C._current_graph_task_id() >= 0
