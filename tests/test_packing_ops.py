@@ -1,12 +1,15 @@
 """The boundary conversions that read no value on the host: one text for GPU threads and for this CPU.
 
-The ops run that text one thread after another here. Truth is packing.py's eager form, which is compact; the ops' form
-has one entry a token and one more, and ends in empty sequences.
+The ops run that text one thread after another here, and a C++ program runs it on threads with barriers. Truth is
+packing.py's eager form, which is compact; the ops' form has one entry a token and one more, with empty sequences last.
 """
+
+import subprocess
 
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.harness.packings import Pack, catalogue
 
 # The tile of one block of threads in kernel_src/common/boundaries.h; packs reach over its edges.
@@ -114,3 +117,32 @@ def test_opcheck(ops):
 def test_rejects(ops, values):
     with pytest.raises(RuntimeError, match="packing_from_labels: values must be"):
         ops.packing_from_labels(values)
+
+
+@pytest.fixture(scope="module")
+def on_threads(tmp_path_factory):
+    """The offsets that a block's threads find together, under the thread sanitizer: what a GPU does, races included."""
+    program = tmp_path_factory.mktemp("boundaries") / "test_boundaries"
+    command = ["g++", "-std=gnu++20", "-O1", "-g", "-fsanitize=thread", "-pthread", "-I", str(ROOT / "kernel_src")]
+    subprocess.run([*command, str(ROOT / "tests/cpp/test_boundaries.cpp"), "-o", str(program)], check=True)
+
+    def offsets(rule, values):
+        wide = int(values.dtype == torch.int64)
+        numbers = " ".join(map(str, values.flatten().tolist()))
+        done = subprocess.run(
+            [str(program), *map(str, (rule, wide, *values.shape))], input=numbers, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        return torch.tensor([int(word) for word in done.stdout.split()], dtype=torch.int32)
+
+    return offsets
+
+
+def test_threads_of_a_block_find_the_same(ops, on_threads):
+    steps, falls, labelled = range(3)
+    positions = torch.randint(-1, 3, (2, TILE // 2 + 9)).cumsum(1)
+    labels = torch.randint(0, 2, (1, TILE + 77)).cumsum(1).to(torch.int32)
+    labels[:, -50:] = -1
+    assert torch.equal(on_threads(steps, positions), ops.packing_from_positions(positions, False))
+    assert torch.equal(on_threads(falls, positions.int()), ops.packing_from_positions(positions, True))
+    assert torch.equal(on_threads(labelled, labels), ops.packing_from_labels(labels))
