@@ -57,6 +57,7 @@ LONG = Pack("several key ranges", (530, 1060, 20))
     [
         Case("long causal", heads=(2, 1), dims=(16, 16)),
         Case("long window", heads=(2, 2), dims=(16, 8), causal=False, window=(300, 40), sinks=True),
+        Case("long softcap", heads=(3, 1), dims=(72, 40), softcap=5.0, window=(700, 0), sinks=True, query_scale=4.0),
     ],
     ids=str,
 )

@@ -46,6 +46,14 @@ void Check(bool good, const char* tier, const char* what, double value) {
 #include "cpu/simd/tile-inl.h"
 #include "simd_checks-inl.h"
 #include "cpu/simd/end_tier.h"
+
+#include "cpu/simd/begin_amx.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/simd/matrix-inl.h"
+#include "matrix_checks-inl.h"
+#include "cpu/simd/end_tier.h"
 #endif
 
 int main() {
@@ -57,6 +65,7 @@ int main() {
   if (best >= Tier::kAvx2) packfree::avx2::CheckAll<float>("avx2");
   if (best >= Tier::kAvx512) packfree::avx512::CheckAll<float>("avx512");
   if (best >= Tier::kAvx512Bf16) packfree::avx512_bf16::CheckAll<float>("avx512_bf16");
+  if (best >= Tier::kAmx) packfree::amx::CheckMatrixUnit("amx");
 #endif
   std::printf("best tier %s, %d failures\n", packfree::TierName(best), failures);
   return failures == 0 ? 0 : 1;

@@ -28,6 +28,7 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
     if (dropout) {
       DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key), threshold, keep_scale, kRegisters * L, keep);
     }
+    Vec<Acc> kept[kRegisters], ds[kRegisters];
 #pragma GCC unroll 4
     for (int j = 0; j < kRegisters; ++j) {
       Vec<Acc> s = Load<Acc>(row + j * L), dp = Load<Acc>(drow + j * L), slope = Zero<Acc>();
@@ -37,16 +38,20 @@ inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile
       }
       Vec<Acc> p = Exp2Any<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
       if (masked) p = SelectVisible<Acc>(tile, column + j * L, key, p, Zero<Acc>());
-      Vec<Acc> kept = p;
+      kept[j] = p;
       if (dropout) {
         dp = dp * Load<Acc>(keep + j * L);
-        kept = p * Load<Acc>(keep + j * L);
+        kept[j] = p * Load<Acc>(keep + j * L);
       }
-      Vec<Acc> ds = p * (dp - center[j]);
-      if constexpr (kSoftcap) ds = ds * slope;
-      if (masked) ds = SelectVisible<Acc>(tile, column + j * L, key, ds, Zero<Acc>());
-      Products::StoreScores(r, column + j * L, kept, scores);
-      Products::StoreScores(r, column + j * L, ds, dscores);
+      ds[j] = p * (dp - center[j]);
+      if constexpr (kSoftcap) ds[j] = ds[j] * slope;
+      if (masked) ds[j] = SelectVisible<Acc>(tile, column + j * L, key, ds[j], Zero<Acc>());
+    }
+    constexpr int kTogether = Products::kRegistersTogether;
+#pragma GCC unroll 4
+    for (int j = 0; j < kRegisters; j += kTogether) {
+      Products::StoreScores(r, column + j * L, kept[j], kept[j + kTogether - 1], scores);
+      Products::StoreScores(r, column + j * L, ds[j], ds[j + kTogether - 1], dscores);
     }
   }
 }
@@ -60,8 +65,9 @@ inline void TileScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& 
   for (; c + 4 * L <= columns; c += 4 * L) {
     ScoreGradients<Products, Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
   }
-  for (; c < columns; c += L) {
-    ScoreGradients<Products, Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
+  constexpr int kTogether = Products::kRegistersTogether;
+  for (; c < columns; c += kTogether * L) {
+    ScoreGradients<Products, Acc, kSoftcap, kTogether>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
   }
   Products::FinishScores(rows, scores);
   Products::FinishScores(rows, dscores);
@@ -85,18 +91,17 @@ PACKFREE_INLINE Acc RowDelta(const AttentionBackwardArgs& args, const Elem* dout
 }
 
 // What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, delta.
-// `out_rows` is scratch for a tile's
-// rows of out, `scratch` a block of scores.
+// `copy` is scratch for a tile's rows, `scratch` a block of scores.
 template <class Elem, class Acc>
 inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* out_rows, Acc* lse,
+                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* copy, Acc* lse,
                              Acc* delta, Acc* scratch) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
   using Products = BackwardProducts<Elem, Acc>;
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
-  Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), dout_rows, doutt);
-  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, doutt, out_rows, scratch, delta);
-  Products::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, q_rows, qt);
+  Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), copy, dout_rows, doutt);
+  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, doutt, copy, scratch, delta);
+  Products::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, copy, q_rows, qt);
   for (int64_t c = 0; c < kTileColumns; ++c) {
     // Columns past the tile's end get probability 0.
     lse[c] = static_cast<Acc>(__builtin_inf());
@@ -160,7 +165,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   Acc* qt = base + layout.qt;                // [K, kTileColumns]
   Acc* doutt = base + layout.doutt;          // [V, kTileColumns]
   Acc* dqt = base + layout.dqt;              // [K, kTileColumns]
-  Acc* out_rows = base + layout.out_rows;    // [kTileColumns, value_dim]
+  Acc* copy = base + layout.copy;            // [kTileColumns, max(key_dim, value_dim)]
   Acc* lse = base + layout.column_info;      // [kTileColumns]
   Acc* delta = lse + kTileColumns;           // [kTileColumns]
 
@@ -174,7 +179,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   Products::LoadValues(count, args.V,
                        static_cast<const Elem*>(args.v.data) + (k_bos + range_begin) * args.v.token_stride +
                            unit.kv_head * args.v.head_stride,
-                       args.v.token_stride, values);
+                       args.v.token_stride, values, range_size);
   ClearTile(count, args.K, dkeys, key_dim);
   ClearTile(count, args.V, dvalues, value_dim);
 
@@ -190,7 +195,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
     const int64_t seen_begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
     const int64_t seen_end = tile.some.end < range_end ? tile.some.end : range_end;
     if (!unseen) {
-      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, out_rows, lse, delta, scores);
+      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, copy, lse, delta, scores);
     }
     constexpr int64_t kBlock = Products::kBlock;
     const int64_t columns = Products::Columns(tile.columns);
@@ -199,8 +204,8 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
       const int64_t end = block + kBlock < seen_end ? block + kBlock : seen_end;
       const int64_t rows = end - begin, first = begin - range_begin;
       // scores = k q^T, dscores = v dout^T
-      Products::Scores(first, rows, columns, args.K, keys, qt, scores);
-      Products::Scores(first, rows, columns, args.V, values, doutt, dscores);
+      Products::Scores(first, rows, columns, args.K, range_size, keys, qt, scores);
+      Products::Scores(first, rows, columns, args.V, range_size, values, doutt, dscores);
       if (softcap) {
         TileScoreGradients<Products, Acc, true>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
       } else {

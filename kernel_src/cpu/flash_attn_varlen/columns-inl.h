@@ -83,7 +83,8 @@ template <class Acc>
 PACKFREE_INLINE void DropoutKeep(const uint32_t* dropout, uint32_t key, uint32_t threshold, Acc scale, int count,
                                  Acc* keep) {
   for (int c = 0; c < count; ++c) {
-    // Two rounds of multiply and shift (the finaliser of MurmurHash3), one before and one after the column's second key.
+    // Two rounds of multiply and shift (the finaliser of MurmurHash3), one before and one after the column's second
+    // key.
     uint32_t x = key + dropout[c];
     x = (x ^ (x >> 16)) * 0x85ebca6bu;
     x = (x ^ (x >> 13)) * 0xc2b2ae35u;
@@ -115,13 +116,28 @@ PACKFREE_INLINE const Elem* TileRow(const HeadRows& rows, int64_t bos, int64_t g
          (kv_head * group + m % group) * rows.head_stride;
 }
 
+// target[c] = TileRow of each column of a tile; walks through heads and tokens, for divisions are slow.
+template <class Elem, class Acc>
+PACKFREE_INLINE void TileRows(const QueryTile<Acc>& tile, const HeadRows& rows, int64_t bos, int64_t group,
+                              int64_t kv_head, const Elem** target) {
+  int64_t head = tile.first % group;
+  const Elem* token = TileRow<Elem>(rows, bos, group, kv_head, tile.first - head);
+  for (int64_t c = 0; c < tile.columns; ++c) {
+    target[c] = token + head * rows.head_stride;
+    if (++head == group) {
+      head = 0;
+      token += rows.token_stride;
+    }
+  }
+}
+
 // tile[c, 0:dim] = the row of `rows` behind each column, widened.
 template <class Elem, class Acc>
 inline void LoadQueryRows(const QueryTile<Acc>& tile, const HeadRows& rows, int64_t bos, int64_t group, int64_t kv_head,
                           int64_t dim, Acc* target, int64_t ld) {
-  for (int64_t c = 0; c < tile.columns; ++c) {
-    LoadTile(1, dim, TileRow<Elem>(rows, bos, group, kv_head, tile.first + c), 0, target + c * ld, ld);
-  }
+  const Elem* source[kTileColumns];
+  TileRows(tile, rows, bos, group, kv_head, source);
+  for (int64_t c = 0; c < tile.columns; ++c) LoadTile(1, dim, source[c], 0, target + c * ld, ld);
 }
 
 // Rows of `target` [tokens, H, dim] behind each column = scale * source[:, c], where source [dim, kTileColumns] is held
@@ -131,19 +147,17 @@ inline void StoreQueryColumns(const QueryTile<Acc>& tile, const Acc* source, Acc
                               int64_t kv_head, int64_t heads, int64_t dim, Elem* target, Acc* rows) {
   const int64_t ld = PaddedDim(dim);
   LoadTileTransposed(dim, tile.columns, source, kTileColumns, rows, ld, scale);
-  const HeadRows layout{target, heads * dim, dim};
-  for (int64_t c = 0; c < tile.columns; ++c) {
-    StoreTile(1, dim, rows + c * ld, ld, const_cast<Elem*>(TileRow<Elem>(layout, bos, group, kv_head, tile.first + c)),
-              0);
-  }
+  const Elem* to[kTileColumns];
+  TileRows(tile, HeadRows{target, heads * dim, dim}, bos, group, kv_head, to);
+  for (int64_t c = 0; c < tile.columns; ++c) StoreTile(1, dim, rows + c * ld, ld, const_cast<Elem*>(to[c]), 0);
 }
 
 // Terms of a dot that are summed before they meet the sum of the others: long dots then round nearly like short ones.
 // The scalar tier, which rounds twice a step, has less.
 constexpr int64_t kStretch = PACKFREE_TIER == 0 ? 16 : 64;
 
-// scores[r, c] = row r of `a` [rows, ld] . column c of `bt` [dim, kTileColumns]: the products of keys with queries and of
-// values with output gradients.
+// scores[r, c] = row r of `a` [rows, ld] . column c of `bt` [dim, kTileColumns]: the products of keys with queries and
+// of values with output gradients.
 template <class Acc>
 inline void MultiplyRows(int64_t rows, int64_t columns, int64_t dim, const Acc* a, int64_t ld, const Acc* bt,
                          Acc* scores) {
@@ -155,3 +169,8 @@ inline void MultiplyRows(int64_t rows, int64_t columns, int64_t dim, const Acc* 
                          kTileColumns);
   }
 }
+
+// What goes on beside a product if nothing does.
+struct NoWork {
+  PACKFREE_INLINE void Step() {}
+};

@@ -75,10 +75,16 @@ struct Kernels {
 #define PACKFREE_KERNELS(tier, Elem, Acc) \
   Kernels { tier::ForwardUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>, tier::SinkGradientUnit<Elem, Acc> }
 
-// double runs in the scalar tier whatever the tier; only bf16 has kernels of its own in the tiers avx512_bf16 and amx.
-Kernels SelectKernels(Tier tier, Dtype dtype) {
+// Floats are multiplied on the matrix unit in sequences of this many keys or more; with fewer, splitting the operands
+// costs more than their products gain.
+constexpr int64_t kMatrixKeys = 512;
+
+// The kernels of a sequence with `keys` keys: only its own length may decide. double runs in the scalar tier whatever
+// the tier; the tiers avx512_bf16 and amx have kernels of their own for the dtypes that gain by them.
+Kernels SelectKernels(Tier tier, Dtype dtype, int64_t keys) {
   if (dtype == Dtype::kFloat64) return PACKFREE_KERNELS(scalar, double, double);
 #if PACKFREE_X86
+  if (tier == Tier::kAmx && dtype == Dtype::kFloat32 && keys >= kMatrixKeys) return PACKFREE_KERNELS(amx, float, float);
   if (tier == Tier::kAmx && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(amx, bf16, float);
   if (tier == Tier::kAvx512Bf16 && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(avx512_bf16, bf16, float);
   if (tier >= Tier::kAvx512) {
@@ -95,6 +101,10 @@ Kernels SelectKernels(Tier tier, Dtype dtype) {
   return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(scalar, float, float)
          : dtype == Dtype::kBFloat16 ? PACKFREE_KERNELS(scalar, bf16, float)
                                      : PACKFREE_KERNELS(scalar, fp16, float);
+}
+
+Kernels KernelsOf(const AttentionArgs& args, int64_t sequence) {
+  return SelectKernels(args.tier, args.dtype, args.keys.length(sequence));
 }
 
 int64_t ElementSize(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
@@ -176,7 +186,7 @@ std::vector<KeyUnit> KeyUnits(const AttentionArgs& args, int64_t* states) {
 
 // ds_aux: one partial per (sequence, head), then their sum in order of the sequences.
 template <class Acc>
-void SinkGradient(const AttentionBackwardArgs& args, const Kernels& kernels) {
+void SinkGradient(const AttentionBackwardArgs& args) {
   std::vector<int64_t> sequences;
   for (int64_t n = 0; n < args.queries.num_sequences; ++n) {
     if (args.queries.length(n) > 0) sequences.push_back(n);
@@ -184,8 +194,8 @@ void SinkGradient(const AttentionBackwardArgs& args, const Kernels& kernels) {
   const int64_t count = static_cast<int64_t>(sequences.size());
   std::vector<Acc> partial(static_cast<size_t>(count * args.H));
   ParallelForEach(count * args.H, [&](int64_t item) {
-    kernels.sink_gradient(args, sequences[static_cast<size_t>(item / args.H)], item % args.H,
-                          &partial[static_cast<size_t>(item)]);
+    const int64_t n = sequences[static_cast<size_t>(item / args.H)];
+    KernelsOf(args, n).sink_gradient(args, n, item % args.H, &partial[static_cast<size_t>(item)]);
   });
   for (int64_t head = 0; head < args.H; ++head) {
     double sum = 0;
@@ -197,7 +207,6 @@ void SinkGradient(const AttentionBackwardArgs& args, const Kernels& kernels) {
 }  // namespace
 
 void flash_attn_varlen_fwd_cpu(const AttentionForwardArgs& args) {
-  const Kernels kernels = SelectKernels(args.tier, args.dtype);
   ClearRows(args.out, args.queries.end(), args.queries.tokens, args.H * args.V * ElementSize(args.dtype));
   if (args.lse != nullptr) {
     for (int64_t head = 0; head < args.H; ++head) {
@@ -211,12 +220,12 @@ void flash_attn_varlen_fwd_cpu(const AttentionForwardArgs& args) {
   const int64_t bytes = ForwardScratch(args).total * AccumulationSize(args.dtype);
   const Buffer scratch = NewBuffer(ParallelWorkers(items) * bytes);
   ParallelForEach(items, [&](int64_t item, int64_t worker) {
-    kernels.forward(args, units[static_cast<size_t>(item)], scratch.get() + worker * bytes);
+    const QueryUnit& unit = units[static_cast<size_t>(item)];
+    KernelsOf(args, unit.sequence).forward(args, unit, scratch.get() + worker * bytes);
   });
 }
 
 void flash_attn_varlen_bwd_cpu(const AttentionBackwardArgs& args) {
-  const Kernels kernels = SelectKernels(args.tier, args.dtype);
   const int64_t size = ElementSize(args.dtype), acc_size = AccumulationSize(args.dtype);
   ClearRows(args.dq, args.queries.end(), args.queries.tokens, args.H * args.K * size);
   ClearRows(args.dk, args.keys.end(), args.keys.tokens, args.HK * args.K * size);
@@ -230,13 +239,14 @@ void flash_attn_varlen_bwd_cpu(const AttentionBackwardArgs& args) {
   std::vector<int32_t> arrived(static_cast<size_t>(states), 0);
   const QueryGradientExchange exchange{arrived.data(), partial.get()};
   ParallelForEach(items, [&](int64_t item, int64_t worker) {
-    kernels.backward(args, units[static_cast<size_t>(item)], exchange, scratch.get() + worker * bytes);
+    const KeyUnit& unit = units[static_cast<size_t>(item)];
+    KernelsOf(args, unit.sequence).backward(args, unit, exchange, scratch.get() + worker * bytes);
   });
   if (args.ds_aux == nullptr) return;
   if (args.dtype == Dtype::kFloat64) {
-    SinkGradient<double>(args, kernels);
+    SinkGradient<double>(args);
   } else {
-    SinkGradient<float>(args, kernels);
+    SinkGradient<float>(args);
   }
 }
 

@@ -127,40 +127,43 @@ inline int64_t TilesPerUnit(const AttentionArgs& args) {
 }
 
 // Scratch of one worker, in elements of the accumulation type. Offsets are multiples of 16 elements. Operands of
-// products have room for both forms: widened, with a leading dimension of PaddedDim, or in the form of the matrix unit.
+// products have room for every form (products-inl.h, products_matrix-inl.h): widened, with a leading dimension of
+// PaddedDim, or as three bf16 parts, 6 bytes an element; the shapes beside them are those of the first form.
 struct ForwardScratch {
-  int64_t keys, values, scores, rows, column_info, tiles, tile_size, total;
+  int64_t keys, values, scores, rows, tile_out, column_info, tiles, tile_size, total;
   explicit ForwardScratch(const AttentionArgs& args) {
     const int64_t key_dim = CeilDiv(args.K, 32) * 32, value_dim = CeilDiv(args.V, 32) * 32;
     const int64_t widest = key_dim > value_dim ? key_dim : value_dim;
-    keys = 0;                                        // [kKeyBlock, key_dim]
-    values = keys + kKeyBlock * key_dim;             // [kKeyBlock, value_dim]
-    scores = values + kKeyBlock * value_dim;         // [kKeyBlock, kTileColumns]
-    rows = scores + kKeyBlock * kTileColumns;        // [kTileColumns, widest]: a tile on its way in or out
-    tiles = rows + kTileColumns * widest;            // per tile of the unit:
-    column_info = (key_dim + value_dim) * kTileColumns;  //   qt [key_dim, kTileColumns], ot [value_dim, kTileColumns]
-    tile_size = column_info + 6 * kTileColumns;          //   max, sum, key bounds and dropout keys of each column
+    keys = 0;                                         // [kKeyBlock, key_dim]
+    values = keys + kKeyBlock * key_dim * 3 / 2;      // [kKeyBlock, value_dim]
+    scores = values + kKeyBlock * value_dim * 3 / 2;  // [kKeyBlock, kTileColumns]
+    rows = scores + kKeyBlock * kTileColumns * 3 / 2;  // [kTileColumns, widest]: a tile on its way in or out
+    tiles = rows + kTileColumns * widest * 3 / 2;      // per tile of the unit:
+    tile_out = kTileColumns * key_dim * 3 / 2;              //   qt [key_dim, kTileColumns]
+    column_info = tile_out + kTileColumns * value_dim;      //   ot [value_dim, kTileColumns]
+    tile_size = column_info + 6 * kTileColumns;             //   max, sum, key bounds and dropout keys of each column
     total = tiles + TilesPerUnit(args) * tile_size;
   }
 };
 
 struct BackwardScratch {
-  int64_t keys, values, dkeys, dvalues, scores, dscores, q_rows, dout_rows, out_rows, qt, doutt, dqt, column_info, total;
+  int64_t keys, values, dkeys, dvalues, scores, dscores, q_rows, dout_rows, copy, qt, doutt, dqt, column_info, total;
   explicit BackwardScratch(const AttentionArgs& args) {
-    const int64_t key_dim = CeilDiv(args.K, 32) * 32, value_dim = CeilDiv(args.V, 32) * 32, range = KeyRange(args);
-    keys = 0;                                         // [range, key_dim]
-    values = keys + range * key_dim;                  // [range, value_dim]
-    dkeys = values + range * value_dim;               // [range, key_dim]
-    dvalues = dkeys + range * key_dim;                // [range, value_dim]
-    scores = dvalues + range * value_dim;             // [kKeyBlock, kTileColumns]
-    dscores = scores + kKeyBlock * kTileColumns;      // [kKeyBlock, kTileColumns]
-    q_rows = dscores + kKeyBlock * kTileColumns;      // [kTileColumns, key_dim]
-    dout_rows = q_rows + kTileColumns * key_dim;      // [kTileColumns, value_dim]
-    out_rows = dout_rows + kTileColumns * value_dim;  // [kTileColumns, value_dim]
-    qt = out_rows + kTileColumns * value_dim;         // [key_dim, kTileColumns]
-    doutt = qt + kTileColumns * key_dim;              // [value_dim, kTileColumns]
-    dqt = doutt + kTileColumns * value_dim;           // [key_dim, kTileColumns]
-    column_info = dqt + kTileColumns * key_dim;       // lse, delta, key bounds and dropout keys of each column
+    const int64_t key_dim = CeilDiv(args.K, 64) * 64, value_dim = CeilDiv(args.V, 64) * 64, range = KeyRange(args);
+    const int64_t widest = key_dim > value_dim ? key_dim : value_dim;
+    keys = 0;                                                 // [range, key_dim], in both orders
+    values = keys + range * key_dim * 3;                      // [range, value_dim]
+    dkeys = values + range * value_dim * 3 / 2;               // [range, key_dim]
+    dvalues = dkeys + range * key_dim;                        // [range, value_dim]
+    scores = dvalues + range * value_dim;                     // [kKeyBlock, kTileColumns], in three forms
+    dscores = scores + kKeyBlock * kTileColumns * 2;          // [kKeyBlock, kTileColumns], in three forms
+    q_rows = dscores + kKeyBlock * kTileColumns * 2;          // [kTileColumns, key_dim]
+    dout_rows = q_rows + kTileColumns * key_dim * 3 / 2;      // [kTileColumns, value_dim]
+    copy = dout_rows + kTileColumns * value_dim * 3 / 2;      // [kTileColumns, widest]
+    qt = copy + kTileColumns * widest * 3 / 2;                // [key_dim, kTileColumns]
+    doutt = qt + kTileColumns * key_dim * 3 / 2;              // [value_dim, kTileColumns]
+    dqt = doutt + kTileColumns * value_dim * 3 / 2;           // [key_dim, kTileColumns]
+    column_info = dqt + kTileColumns * key_dim;               // lse, delta, key bounds and dropout keys of each column
     total = column_info + 6 * kTileColumns;
   }
 };

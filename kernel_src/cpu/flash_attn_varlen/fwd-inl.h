@@ -2,97 +2,163 @@
 // against one block of keys at a time. Running values are kept in units of log2: score * log2(e).
 
 // Folds a block of scores [rows, kTileColumns] into the columns [column, column + kRegisters * lanes): scores become
-// unnormalised probabilities, max and sum advance, ot is rescaled where the maximum moved.
+// unnormalised probabilities, max and sum advance, ot is rescaled where the maximum moved. Step() does a part of it, so
+// that it can go on beside a product; Finish() does the rest.
 template <class Products, class Acc, bool kSoftcap, int kRegisters>
-inline void FoldScores(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t column, int64_t key_begin,
-                       int64_t rows, const ScoreScale<Acc>& scale, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
-  constexpr int L = kLanes<Acc>;
-  const Vec<Acc> lowest = Set<Acc>(static_cast<Acc>(-__builtin_inf()));
-  Vec<Acc> old[kRegisters], top[kRegisters], total[kRegisters];
+struct Fold {
+  static constexpr int L = kLanes<Acc>;
+  const AttentionArgs& args;
+  const QueryTile<Acc>& tile;
+  const ScoreScale<Acc>& scale;
+  int64_t column, key_begin, rows;
+  Acc *scores, *max, *sum, *ot;
+  int64_t seen = 0, done = 0;  // rows whose scores are part of the maximum; rows that hold probabilities
+  Vec<Acc> top[kRegisters] = {}, shift[kRegisters] = {}, total[kRegisters] = {};
+
+  // Masks the scores, and takes their maximum.
+  PACKFREE_INLINE void See(int64_t begin, int64_t end) {
+    const Vec<Acc> lowest = Set<Acc>(static_cast<Acc>(-__builtin_inf()));
+    Vec<Acc> highest[kRegisters];
 #pragma GCC unroll 4
-  for (int j = 0; j < kRegisters; ++j) top[j] = lowest;
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t key = key_begin + r;
-    const bool masked = key < tile.all.begin || key >= tile.all.end;
-    Acc* row = scores + r * kTileColumns + column;
-#pragma GCC unroll 4
-    for (int j = 0; j < kRegisters; ++j) {
-      Vec<Acc> s = Load<Acc>(row + j * L);
-      if constexpr (kSoftcap) s = Tanh<Acc>(s * scale.inner);
-      if (masked) s = SelectVisible<Acc>(tile, column + j * L, key, s, lowest);
-      if (kSoftcap || masked) Store(row + j * L, s);
-      top[j] = Max(top[j], s);
-    }
-  }
-  Vec<Acc> shift[kRegisters], decay[kRegisters];
-#pragma GCC unroll 4
-  for (int j = 0; j < kRegisters; ++j) {
-    // A column that has seen no key yet keeps the maximum -infinity; subtracting 0 keeps its probabilities 0.
-    old[j] = Load<Acc>(max + column + j * L);
-    top[j] = Max(old[j], top[j] * scale.outer);
-    // Each column decides for itself.
-    top[j] = Select(top[j] <= old[j] + Acc(Products::kLag), old[j], top[j]);
-    shift[j] = Select(top[j] == lowest, Zero<Acc>(), top[j]);
-    decay[j] = Exp2<Acc>(old[j] - shift[j]);
-    total[j] = Load<Acc>(sum + column + j * L) * decay[j];
-    Store(max + column + j * L, top[j]);
-  }
-  const bool dropout = args.dropout_p > 0;
-  const uint32_t threshold = DropoutThreshold(args.dropout_p);
-  const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
-  constexpr int kTogether = Products::kRowsTogether;
-  for (int64_t r = 0; r < rows; r += kTogether) {
-    Vec<Acc> p[kTogether][kRegisters];
-#pragma GCC unroll 2
-    for (int i = 0; i < kTogether; ++i) {
-      if (kTogether > 1 && r + i >= rows) {
-#pragma GCC unroll 4
-        for (int j = 0; j < kRegisters; ++j) p[i][j] = Zero<Acc>();
-        continue;
-      }
-      const Acc* row = scores + (r + i) * kTileColumns + column;
+    for (int j = 0; j < kRegisters; ++j) highest[j] = begin == 0 ? lowest : top[j];
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t key = key_begin + r;
+      const bool masked = key < tile.all.begin || key >= tile.all.end;
+      Acc* row = scores + r * kTileColumns + column;
 #pragma GCC unroll 4
       for (int j = 0; j < kRegisters; ++j) {
-        p[i][j] = Exp2Any<Acc>(MulAdd(Load<Acc>(row + j * L), Set<Acc>(scale.outer), -shift[j]));
-        total[j] = total[j] + p[i][j];
+        Vec<Acc> s = Load<Acc>(row + j * L);
+        if constexpr (kSoftcap) s = Tanh<Acc>(s * scale.inner);
+        if (masked) s = SelectVisible<Acc>(tile, column + j * L, key, s, lowest);
+        if (kSoftcap || masked) Store(row + j * L, s);
+        highest[j] = Max(highest[j], s);
       }
-      if (dropout) {
-        Acc keep[kRegisters * L];
-        DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key_begin + r + i), threshold, keep_scale,
-                         kRegisters * L, keep);
+    }
 #pragma GCC unroll 4
-        for (int j = 0; j < kRegisters; ++j) p[i][j] = p[i][j] * Load<Acc>(keep + j * L);
+    for (int j = 0; j < kRegisters; ++j) top[j] = highest[j];
+  }
+
+  // Moves the columns to their new maximum.
+  PACKFREE_INLINE void Advance() {
+    const Vec<Acc> lowest = Set<Acc>(static_cast<Acc>(-__builtin_inf()));
+    Vec<Acc> decay[kRegisters], moved = Zero<Acc>();
+#pragma GCC unroll 4
+    for (int j = 0; j < kRegisters; ++j) {
+      // A column that has seen no key yet keeps the maximum -infinity; subtracting 0 keeps its probabilities 0.
+      const Vec<Acc> old = Load<Acc>(max + column + j * L);
+      top[j] = Max(old, top[j] * scale.outer);
+      // Each column decides for itself.
+      top[j] = Select(top[j] <= old + Acc(Products::kLag), old, top[j]);
+      shift[j] = Select(top[j] == lowest, Zero<Acc>(), top[j]);
+      decay[j] = Exp2<Acc>(old - shift[j]);
+      total[j] = Load<Acc>(sum + column + j * L) * decay[j];
+      Store(max + column + j * L, top[j]);
+      moved = Select(decay[j] == Set<Acc>(Acc(1)), moved, Set<Acc>(Acc(1)));
+    }
+    if (ReduceMax<Acc>(moved) == Acc(0)) return;
+    for (int64_t d = 0; d < args.V; ++d) {
+      Acc* row = ot + d * kTileColumns + column;
+#pragma GCC unroll 4
+      for (int j = 0; j < kRegisters; ++j) Store(row + j * L, Load<Acc>(row + j * L) * decay[j]);
+    }
+  }
+
+  // Probabilities, and their sum.
+  PACKFREE_INLINE void Raise(int64_t begin, int64_t end) {
+    const bool dropout = args.dropout_p > 0;
+    const uint32_t threshold = DropoutThreshold(args.dropout_p);
+    const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
+    constexpr int kTogether = Products::kRowsTogether;
+    const Vec<Acc> outer = Set<Acc>(scale.outer);
+    Vec<Acc> part[kRegisters], base[kRegisters];
+#pragma GCC unroll 4
+    for (int j = 0; j < kRegisters; ++j) {
+      part[j] = total[j];
+      base[j] = -shift[j];
+    }
+    for (int64_t r = begin; r < end; r += kTogether) {
+      Vec<Acc> p[kTogether][kRegisters];
+#pragma GCC unroll 2
+      for (int i = 0; i < kTogether; ++i) {
+        if (kTogether > 1 && r + i >= end) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kRegisters; ++j) p[i][j] = Zero<Acc>();
+          continue;
+        }
+        const Acc* row = scores + (r + i) * kTileColumns + column;
+#pragma GCC unroll 4
+        for (int j = 0; j < kRegisters; ++j) {
+          p[i][j] = Exp2Any<Acc>(MulAdd(Load<Acc>(row + j * L), outer, base[j]));
+          part[j] = part[j] + p[i][j];
+        }
+        if (dropout) {
+          Acc keep[kRegisters * L];
+          DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key_begin + r + i), threshold, keep_scale,
+                           kRegisters * L, keep);
+#pragma GCC unroll 4
+          for (int j = 0; j < kRegisters; ++j) p[i][j] = p[i][j] * Load<Acc>(keep + j * L);
+        }
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < kRegisters; ++j) {
+        Products::StoreProbabilities(r, column + j * L, p[0][j], p[kTogether - 1][j], scores);
       }
     }
 #pragma GCC unroll 4
     for (int j = 0; j < kRegisters; ++j) {
-      Products::StoreProbabilities(r, column + j * L, p[0][j], p[kTogether - 1][j], scores);
+      total[j] = part[j];
+      if (end == rows) Store(sum + column + j * L, part[j]);
     }
   }
-  Vec<Acc> moved = Zero<Acc>();
-#pragma GCC unroll 4
-  for (int j = 0; j < kRegisters; ++j) {
-    Store(sum + column + j * L, total[j]);
-    moved = Select(decay[j] == Set<Acc>(Acc(1)), moved, Set<Acc>(Acc(1)));
-  }
-  if (ReduceMax<Acc>(moved) == Acc(0)) return;
-  for (int64_t d = 0; d < args.V; ++d) {
-    Acc* row = ot + d * kTileColumns + column;
-#pragma GCC unroll 4
-    for (int j = 0; j < kRegisters; ++j) Store(row + j * L, Load<Acc>(row + j * L) * decay[j]);
-  }
-}
 
-template <class Products, class Acc, bool kSoftcap>
-inline void FoldTile(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t key_begin, int64_t rows,
-                     const ScoreScale<Acc>& scale, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
-  constexpr int L = kLanes<Acc>;
-  int64_t c = 0;
-  for (; c + 4 * L <= tile.columns; c += 4 * L) {
-    FoldScores<Products, Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
+  __attribute__((noinline)) void Step() {
+    if (seen < rows) {
+      // Four times as many rows, which are that much cheaper.
+      const int64_t end = seen + 4 * Products::kRowsAStep < rows ? seen + 4 * Products::kRowsAStep : rows;
+      See(seen, end);
+      seen = end;
+      if (end == rows) Advance();
+    } else if (done < rows) {
+      const int64_t end = done + Products::kRowsAStep < rows ? done + Products::kRowsAStep : rows;
+      Raise(done, end);
+      done = end;
+    }
   }
-  for (; c < tile.columns; c += L) {
-    FoldScores<Products, Acc, kSoftcap, 1>(args, tile, c, key_begin, rows, scale, scores, max, sum, ot);
+  PACKFREE_INLINE void Finish() {
+    while (done < rows) Step();
+  }
+};
+
+// One tile's step over the keys [key_begin, key_begin + rows), whose first one is row `first` of the loaded block.
+template <class Products, class Acc, bool kSoftcap>
+inline void ForwardStep(const AttentionArgs& args, const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale,
+                        int64_t first, int64_t key_begin, int64_t rows, const Acc* keys, const Acc* values,
+                        const Acc* qt, Acc* scores, Acc* max, Acc* sum, Acc* ot) {
+  constexpr int L = kLanes<Acc>;
+  if constexpr (Products::kColumnsTogether == kTileColumns) {
+    // scores[key, query] = k[key] . q[query]
+    Products::Scores(first, rows, tile.columns, args.K, keys, qt, scores);
+    int64_t c = 0;
+    for (; c + 4 * L <= tile.columns; c += 4 * L) {
+      Fold<Products, Acc, kSoftcap, 4>{args, tile, scale, c, key_begin, rows, scores, max, sum, ot}.Finish();
+    }
+    for (; c < tile.columns; c += L) {
+      Fold<Products, Acc, kSoftcap, 1>{args, tile, scale, c, key_begin, rows, scores, max, sum, ot}.Finish();
+    }
+    // ot[:, query] += v[key] p[key, query]
+    Products::AddValues(first, rows, tile.columns, args.V, values, scores, ot);
+  } else {
+    // The same, half of the columns after the other; the half that is folded goes on beside a product of the other one.
+    constexpr int64_t kHalf = Products::kColumnsTogether;
+    Products::Scores(first, rows, 0, kHalf, args.K, keys, qt, scores, NoWork());
+    Fold<Products, Acc, kSoftcap, kHalf / L> left{args, tile, scale, 0, key_begin, rows, scores, max, sum, ot};
+    if (tile.columns > kHalf) Products::Scores(first, rows, kHalf, kHalf, args.K, keys, qt, scores, left);
+    left.Finish();
+    if (tile.columns <= kHalf) return Products::AddValues(first, rows, 0, kHalf, args.V, values, scores, ot, NoWork());
+    Fold<Products, Acc, kSoftcap, kHalf / L> right{args, tile, scale, kHalf, key_begin, rows, scores, max, sum, ot};
+    Products::AddValues(first, rows, 0, kHalf, args.V, values, scores, ot, right);
+    right.Finish();
+    Products::AddValues(first, rows, kHalf, kHalf, args.V, values, scores, ot, NoWork());
   }
 }
 
@@ -102,7 +168,6 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   constexpr int L = kLanes<Acc>;
   const ForwardScratch layout(args);
   const int64_t group = args.H / args.HK;
-  const int64_t key_dim = PaddedDim(args.K);
   const int64_t q_bos = args.queries.bos(unit.sequence), k_bos = args.keys.bos(unit.sequence);
   const int64_t tile_count = unit.tile_end - unit.tile_begin;
   const bool softcap = args.softcap > 0;
@@ -121,14 +186,12 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   KeySpan some{args.keys.length(unit.sequence), 0};
   for (int64_t t = 0; t < tile_count; ++t) {
     Acc* qt = base + layout.tiles + t * layout.tile_size;  // [K, kTileColumns]
-    Acc* ot = qt + key_dim * kTileColumns;                 // [V, kTileColumns]
+    Acc* ot = qt + layout.tile_out;                        // [V, kTileColumns]
     Acc* max = qt + layout.column_info;                    // [kTileColumns]
     Acc* sum = max + kTileColumns;                         // [kTileColumns]
     QueryTile<Acc>& tile = tiles[t];
     DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.tile_begin + t, sum + kTileColumns, &tile);
-    LoadQueryRows<Elem>(tile, args.q, q_bos, group, unit.kv_head, args.K, rows, key_dim);
-    LoadTileTransposed(tile.columns, args.K, rows, key_dim, qt, kTileColumns, scale.sign);
-    Products::PrepareQueries(args.K, qt);
+    Products::LoadQueries(tile, args.q, q_bos, group, unit.kv_head, args.K, scale.sign, rows, qt);
     ClearTile(args.V, kTileColumns, ot, kTileColumns);
     for (int64_t c = 0; c < kTileColumns; ++c) {
       const int64_t head = unit.kv_head * group + (tile.first + c) % group;
@@ -159,22 +222,20 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
       const int64_t end = tile.some.end < block_end ? tile.some.end : block_end;
       if (seen_begin >= end) continue;
       Acc* qt = base + layout.tiles + t * layout.tile_size;
-      Acc* ot = qt + key_dim * kTileColumns;
+      Acc* ot = qt + layout.tile_out;
       Acc* max = qt + layout.column_info;
       Acc* sum = max + kTileColumns;
       constexpr int64_t kStep = Products::kKeysTogether;
       for (int64_t step = block + (seen_begin - block) / kStep * kStep; step < end; step += kStep) {
         const int64_t begin = Products::kWholeBlocks || step > seen_begin ? step : seen_begin;
         const int64_t rows_end = step + kStep < end ? step + kStep : end, count = rows_end - begin;
-        // scores[key, query] = k[key] . q[query]
-        Products::Scores(begin - block, count, tile.columns, args.K, keys, qt, scores);
         if (softcap) {
-          FoldTile<Products, Acc, true>(args, tile, begin, count, scale, scores, max, sum, ot);
+          ForwardStep<Products, Acc, true>(args, tile, scale, begin - block, begin, count, keys, values, qt, scores, max,
+                                           sum, ot);
         } else {
-          FoldTile<Products, Acc, false>(args, tile, begin, count, scale, scores, max, sum, ot);
+          ForwardStep<Products, Acc, false>(args, tile, scale, begin - block, begin, count, keys, values, qt, scores,
+                                            max, sum, ot);
         }
-        // ot[:, query] += v[key] p[key, query]
-        Products::AddValues(begin - block, count, tile.columns, args.V, values, scores, ot);
       }
     }
   }
@@ -185,7 +246,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   for (int64_t t = 0; t < tile_count; ++t) {
     const QueryTile<Acc>& tile = tiles[t];
     Acc* qt = base + layout.tiles + t * layout.tile_size;
-    Acc* ot = qt + key_dim * kTileColumns;
+    Acc* ot = qt + layout.tile_out;
     Acc* max = qt + layout.column_info;
     Acc* sum = max + kTileColumns;
     for (int64_t c = 0; c < tile.columns; c += L) {

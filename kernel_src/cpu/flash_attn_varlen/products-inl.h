@@ -1,5 +1,13 @@
 // The matrix products of forward and backward, and the form in which they want their operands, for tiers that multiply
 // in vector registers: everything is widened to Acc. products_matrix-inl.h is the same for the matrix unit.
+// The rows of `source` behind each column of a tile, as they are and transposed (times `sign`).
+template <class Elem, class Acc>
+inline void LoadQueryTile(const QueryTile<Acc>& tile, const HeadRows& source, int64_t bos, int64_t group,
+                          int64_t kv_head, int64_t dim, Acc sign, Acc* rows, Acc* transposed) {
+  LoadQueryRows<Elem>(tile, source, bos, group, kv_head, dim, rows, PaddedDim(dim));
+  LoadTileTransposed(tile.columns, dim, rows, PaddedDim(dim), transposed, kTileColumns, sign);
+}
+
 template <class Elem, class Acc>
 struct ForwardProducts {
   // Keys that are loaded together, those of them that are folded together, and whether these are visited from the first
@@ -11,6 +19,9 @@ struct ForwardProducts {
   static constexpr int kLag = 0;
   // Rows of probabilities that StoreProbabilities takes together.
   static constexpr int kRowsTogether = 1;
+  // Columns that a product takes at a time, and rows that a step of Fold takes.
+  static constexpr int64_t kColumnsTogether = kTileColumns;
+  static constexpr int64_t kRowsAStep = kBlock;
 
   // Around all of a work item's products.
   static PACKFREE_INLINE void Open() {}
@@ -24,8 +35,11 @@ struct ForwardProducts {
                                          Acc* /*scratch*/) {
     LoadTile(rows, dim, source, stride, values, PaddedDim(dim));
   }
-  // qt [K, kTileColumns] as it was loaded serves as it is.
-  static PACKFREE_INLINE void PrepareQueries(int64_t /*dim*/, Acc* /*qt*/) {}
+  // qt [K, kTileColumns] = sign * the queries' rows transposed. `rows` is scratch for the rows.
+  static PACKFREE_INLINE void LoadQueries(const QueryTile<Acc>& tile, const HeadRows& source, int64_t bos,
+                                          int64_t group, int64_t kv_head, int64_t dim, Acc sign, Acc* rows, Acc* qt) {
+    LoadQueryTile<Elem>(tile, source, bos, group, kv_head, dim, sign, rows, qt);
+  }
 
   // scores[key, query] = k[key] . q[query], keys counted from the block's row `first`
   static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, const Acc* keys,
@@ -49,6 +63,8 @@ struct BackwardProducts {
   // Keys that are visited together, and whether a visit starts at a block's first key even if no query sees it.
   static constexpr int64_t kBlock = kKeyBlock;
   static constexpr bool kWholeBlocks = false;
+  // Registers that StoreScores takes together.
+  static constexpr int kRegistersTogether = 1;
 
   static PACKFREE_INLINE void Open() {}
   static PACKFREE_INLINE void Close() {}
@@ -60,15 +76,16 @@ struct BackwardProducts {
                                        int64_t /*range_size*/, Acc* /*scratch*/) {
     LoadTile(rows, dim, source, stride, keys, PaddedDim(dim));
   }
-  static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const Elem* source, int64_t stride, Acc* values) {
+  static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const Elem* source, int64_t stride, Acc* values,
+                                         int64_t /*range_size*/) {
     LoadTile(rows, dim, source, stride, values, PaddedDim(dim));
   }
-  // The rows of `source` behind each column of a tile, as they are and transposed (times `sign`).
+  // The rows of `source` behind each column of a tile, as they are and transposed (times `sign`). `copy` is scratch for
+  // the rows.
   static PACKFREE_INLINE void LoadQueries(const QueryTile<Acc>& tile, const HeadRows& source, int64_t bos,
-                                          int64_t group, int64_t kv_head, int64_t dim, Acc sign, Acc* rows,
-                                          Acc* transposed) {
-    LoadQueryRows<Elem>(tile, source, bos, group, kv_head, dim, rows, PaddedDim(dim));
-    LoadTileTransposed(tile.columns, dim, rows, PaddedDim(dim), transposed, kTileColumns, sign);
+                                          int64_t group, int64_t kv_head, int64_t dim, Acc sign, Acc* /*copy*/,
+                                          Acc* rows, Acc* transposed) {
+    LoadQueryTile<Elem>(tile, source, bos, group, kv_head, dim, sign, rows, transposed);
   }
   // delta[c] = sum over d of doutt[d, c] * out[c, d], summed as Scores sums dout . v: a query whose output is one value
   // row then gets dP - delta = 0 exactly. `rows` has room for a tile's rows; `scratch` is a block of scores.
@@ -91,12 +108,12 @@ struct BackwardProducts {
   }
 
   // scores[key, query] = row `first` + key of `a` . column query of `bt`
-  static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, const Acc* a,
-                                     const Acc* bt, Acc* scores) {
+  static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, int64_t /*range_size*/,
+                                     const Acc* a, const Acc* bt, Acc* scores) {
     MultiplyRows(rows, columns, dim, a + first * PaddedDim(dim), PaddedDim(dim), bt, scores);
   }
-  // Where ScoreGradients puts a register of P Z or dS into a block of scores, and what has to follow the last row.
-  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<Acc> v, Acc* scores) {
+  // Where ScoreGradients puts registers of P Z or dS into a block of scores, and what has to follow the last row.
+  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<Acc> v, Vec<Acc> /*next*/, Acc* scores) {
     Store(scores + row * kTileColumns + column, v);
   }
   static PACKFREE_INLINE void FinishScores(int64_t /*rows*/, Acc* /*scores*/) {}

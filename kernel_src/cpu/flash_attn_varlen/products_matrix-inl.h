@@ -1,10 +1,19 @@
-// The matrix products on the matrix unit, for bf16. Forward: keys by rows, values transposed, queries and
-// probabilities by pairs (see simd/matrix-inl.h). Probabilities are rounded to bf16, as values are; their sum is not.
+// The matrix products on the matrix unit (see simd/matrix-inl.h), for bf16 and, by three parts of each number, for
+// float. Forward: keys by rows, values transposed, queries and probabilities by pairs. For bf16, probabilities are
+// rounded as values are; their sum is not.
+
+template <class Elem>
+constexpr int kParts = kMatrixParts<Elem>;
+
+PACKFREE_INLINE bf16* Parts(float* buffer, int64_t offset = 0) { return reinterpret_cast<bf16*>(buffer + offset); }
+PACKFREE_INLINE const bf16* Parts(const float* buffer, int64_t offset = 0) {
+  return reinterpret_cast<const bf16*>(buffer + offset);
+}
 
 // target [columns, ld] = the transpose of source [rows, columns], 0 up to RoundUp(rows, 32). `scratch` has room for
 // 128 x 64 words.
 PACKFREE_INLINE void TransposeBlocks(int64_t rows, int64_t columns, const bf16* source, int64_t stride, bf16* target,
-                                     int64_t ld, float* scratch) {
+                                     int64_t ld, int64_t /*part*/, float* scratch) {
   constexpr int64_t kSide = 128;
   static_assert(kSide / 2 * kSide <= kKeyBlock * kTileColumns);
   for (int64_t r = 0; r < rows; r += kSide) {
@@ -14,157 +23,242 @@ PACKFREE_INLINE void TransposeBlocks(int64_t rows, int64_t columns, const bf16* 
     }
   }
 }
+PACKFREE_INLINE void TransposeBlocks(int64_t rows, int64_t columns, const float* source, int64_t stride, bf16* target,
+                                     int64_t ld, int64_t part, float* /*scratch*/) {
+  TransposeRows(rows, columns, source, stride, target, ld, part);
+}
+
+// The query rows of a tile, one behind each column; those from `columns` on are 0. Forms of them, by parts, with
+// P = RoundUp(dim, 32) and zeros behind the last element of each row:
+//   CopyQueryRows   target [kTileColumns, P]
+//   PairDims        pairs [P / 2, kTileColumns, 2] = sign * the rows transposed, by pairs of the dim
+//   PairQueries     pairs of queries c and c + 16, one [32, 64, 2] for every 64 of dim
+// For bf16 the latter two are made of the first one, `copy`; floats go their own way, to be split only once for each.
+template <class Elem>
+PACKFREE_INLINE void CopyQueryRows(const Elem* const* source, int64_t columns, int64_t dim, bf16* target) {
+  const int64_t padded = RoundUp(dim, kMatrixDepth), part = kTileColumns * padded;
+  for (int64_t c = 0; c < columns; ++c) CopyRows(1, dim, source[c], 0, target + c * padded, padded, part);
+  for (int p = 0; p < kParts<Elem>; ++p) {
+    __builtin_memset(target + p * part + columns * padded, 0, (kTileColumns - columns) * padded * 2);
+  }
+}
+
+inline void PairDims(const bf16* const* source, int64_t columns, int64_t dim, float sign, bf16* copy, bf16* pairs) {
+  const int64_t padded = RoundUp(dim, kMatrixDepth);
+  CopyQueryRows(source, columns, dim, copy);
+  // A pair of the dim is a word of a row.
+  uint32_t* words = reinterpret_cast<uint32_t*>(pairs);
+  TransposeWords(kTileColumns, padded / 2, reinterpret_cast<const uint32_t*>(copy), padded / 2, words, kTileColumns);
+  if (sign > 0) return;
+  for (int64_t i = 0; i < padded / 2 * kTileColumns; ++i) words[i] ^= 0x80008000u;
+}
+inline void PairQueries(const bf16* const* /*source*/, int64_t /*columns*/, int64_t dim, const bf16* copy, bf16* pairs,
+                        int64_t /*part*/) {
+  const int64_t padded = RoundUp(dim, kMatrixDepth);
+  for (int64_t d = 0; d < padded; d += kMatrixColumns) {
+    PairRows(kTileColumns, padded - d < kMatrixColumns ? padded - d : kMatrixColumns, copy + d, padded,
+             pairs + d * kTileColumns);
+  }
+}
+
+// A register of query c from element d on.
+PACKFREE_INLINE Vec<float> QueryElements(const float* const* source, int64_t columns, int64_t dim, int64_t c,
+                                         int64_t d) {
+  if (c >= columns || d >= dim) return Zero<float>();
+  return LoadUpTo<float>(source[c] + d, dim - d < kLanes<float> ? static_cast<int>(dim - d) : kLanes<float>);
+}
+inline void PairDims(const float* const* source, int64_t columns, int64_t dim, float sign, bf16* /*copy*/,
+                     bf16* pairs) {
+  constexpr int L = kLanes<float>;
+  const int64_t padded = RoundUp(dim, kMatrixDepth), part = padded * kTileColumns;
+  for (int64_t c = 0; c < kTileColumns; c += L) {
+    for (int64_t d = 0; d < padded; d += L) {
+      Vec<float> block[L];
+#pragma GCC unroll 16
+      for (int i = 0; i < L; ++i) block[i] = QueryElements(source, columns, dim, c + i, d) * sign;
+      TransposeRegisters<float>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < L; i += 2) {
+        StorePairParts<3>(pairs + (d + i) * kTileColumns + 2 * c, part, block[i], block[i + 1]);
+      }
+    }
+  }
+}
+inline void PairQueries(const float* const* source, int64_t columns, int64_t dim, const bf16* /*copy*/, bf16* pairs,
+                        int64_t part) {
+  for (int64_t c = 0; c < kTileColumns; c += 32) {
+    for (int64_t i = 0; i < 16; ++i) {
+      for (int64_t d = 0; d < RoundUp(dim, kMatrixDepth); d += kLanes<float>) {
+        bf16* target = pairs + (d - d % kMatrixColumns + c + 2 * i) * kMatrixColumns + 2 * (d % kMatrixColumns);
+        StorePairParts<3>(target, part, QueryElements(source, columns, dim, c + i, d),
+                          QueryElements(source, columns, dim, c + i + 16, d));
+      }
+    }
+  }
+}
 
 template <class Elem, class Acc>
 struct ForwardProducts {
-  static_assert(std::is_same_v<Elem, bf16> && std::is_same_v<Acc, float>);
+  static_assert(std::is_same_v<Acc, float>);
+  static constexpr int kSplit = kParts<Elem>;
   // A value matrix by columns can only be read from an aligned key on.
   static constexpr bool kWholeBlocks = true;
   // Scores, tile and operands then nearly stay in the L1 cache.
-  static constexpr int64_t kBlock = 2 * kKeyBlock;
+  static constexpr int64_t kBlock = (kSplit == 1 ? 2 : 1) * kKeyBlock;
   static constexpr int64_t kKeysTogether = 64;
   // Rescaling is dear beside the products of the unit. A lag costs lse some eps of float, which bf16 does not see.
-  static constexpr int kLag = 8;
+  static constexpr int kLag = kSplit == 1 ? 8 : 0;
   static constexpr int kRowsTogether = 2;
+  // While the unit multiplies for one half of a tile's columns, the vector units fold the other, a few rows at a time.
+  static constexpr int64_t kColumnsTogether = kTileColumns / 2;
+  static constexpr int64_t kRowsAStep = kSplit == 1 ? 16 : 4;
+  // Where probabilities lie behind the scores: one part fits in their place, because a pair of rows takes the memory of
+  // half of them, in the same columns.
+  static constexpr int64_t kPairsAt = kSplit == 1 ? 0 : kKeysTogether * kTileColumns;
+  static constexpr int64_t kPairsPart = kKeysTogether * kTileColumns;
   static_assert(kBlock % kKeysTogether == 0 && kKeysTogether % kMatrixDepth == 0 && kTileColumns == kMatrixColumns);
 
   static PACKFREE_INLINE void Open() { OpenMatrixUnit(); }
   static PACKFREE_INLINE void Close() { CloseMatrixUnit(); }
 
-  static PACKFREE_INLINE void LoadKeys(int64_t rows, int64_t dim, const bf16* source, int64_t stride, float* keys) {
-    CopyRows(rows, dim, source, stride, reinterpret_cast<bf16*>(keys), RoundUp(dim, kMatrixDepth));
+  // keys [kBlock, P]
+  static PACKFREE_INLINE void LoadKeys(int64_t rows, int64_t dim, const Elem* source, int64_t stride, float* keys) {
+    const int64_t padded = RoundUp(dim, kMatrixDepth);
+    CopyRows(rows, dim, source, stride, Parts(keys), padded, kBlock * padded);
   }
   // values [V, kBlock], 0 behind the last key.
-  static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const bf16* source, int64_t stride, float* values,
+  static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const Elem* source, int64_t stride, float* values,
                                          float* scratch) {
-    TransposeBlocks(rows, dim, source, stride, reinterpret_cast<bf16*>(values), kBlock, scratch);
+    TransposeBlocks(rows, dim, source, stride, Parts(values), kBlock, kBlock * RoundUp(dim, kMatrixRows), scratch);
   }
-  // In place: pairs of rows take half the memory of the rows, and row r is read before row r / 2 is written.
-  static PACKFREE_INLINE void PrepareQueries(int64_t dim, float* qt) {
-    NarrowToPairs(dim, qt, kTileColumns, reinterpret_cast<bf16*>(qt));
+  static PACKFREE_INLINE void LoadQueries(const QueryTile<float>& tile, const HeadRows& source, int64_t bos,
+                                          int64_t group, int64_t kv_head, int64_t dim, float sign, float* rows,
+                                          float* qt) {
+    const Elem* from[kTileColumns];
+    TileRows(tile, source, bos, group, kv_head, from);
+    PairDims(from, tile.columns, dim, sign, Parts(rows), Parts(qt));
   }
 
-  static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, const float* keys,
-                                     const float* qt, float* scores) {
+  template <class Work>
+  static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t column, int64_t columns, int64_t dim,
+                                     const float* keys, const float* qt, float* scores, Work&& work) {
     const int64_t padded = RoundUp(dim, kMatrixDepth);
-    MultiplyMatrix<Into::kOverwrite>(rows, padded, reinterpret_cast<const bf16*>(keys) + first * padded, padded,
-                                     reinterpret_cast<const bf16*>(qt), scores, kTileColumns, columns);
+    MultiplyMatrix<Into::kOverwrite, kSplit>(rows, padded, {Parts(keys) + first * padded, padded, kBlock * padded},
+                                             Parts(qt) + 2 * column, padded * kTileColumns, scores + column,
+                                             kTileColumns, columns, work);
   }
-  // In place: a pair of rows takes the memory of half of them, in the same columns.
   static PACKFREE_INLINE void StoreProbabilities(int64_t row, int64_t column, Vec<float> v, Vec<float> next,
                                                  float* scores) {
-    StorePair(reinterpret_cast<bf16*>(scores) + row * kTileColumns + 2 * column, v, next);
+    StorePairParts<kSplit>(Parts(scores, kPairsAt) + row * kTileColumns + 2 * column, kPairsPart, v, next);
   }
-  static PACKFREE_INLINE void AddValues(int64_t first, int64_t rows, int64_t columns, int64_t dim, const float* values,
-                                        float* probabilities, float* ot) {
-    bf16* pairs = reinterpret_cast<bf16*>(probabilities);
+  template <class Work>
+  static PACKFREE_INLINE void AddValues(int64_t first, int64_t rows, int64_t column, int64_t columns, int64_t dim,
+                                        const float* values, float* probabilities, float* ot, Work&& work) {
+    bf16* pairs = Parts(probabilities, kPairsAt);
     const int64_t depth = RoundUp(rows, kMatrixDepth), written = RoundUp(rows, 2);
-    __builtin_memset(pairs + written * kTileColumns, 0, (depth - written) * kTileColumns * 2);
-    MultiplyMatrix<Into::kAdd>(dim, depth, reinterpret_cast<const bf16*>(values) + first, kBlock, pairs, ot,
-                               kTileColumns, columns);
+    // In these columns only: those of the other half may still hold scores.
+    for (int p = 0; p < kSplit; ++p) {
+      for (int64_t r = written; r < depth; r += 2) {
+        __builtin_memset(pairs + p * kPairsPart + r * kTileColumns + 2 * column, 0, columns * 4);
+      }
+    }
+    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth,
+                                       {Parts(values) + first, kBlock, kBlock * RoundUp(dim, kMatrixRows)},
+                                       pairs + 2 * column, kPairsPart, ot + column, kTileColumns, columns, work);
   }
 };
 
-// target[c, :] = the row of `rows` behind each column of a tile, bits, with zeros behind the last column of each and
-// behind the tile's last query up to kTileColumns.
-PACKFREE_INLINE void CopyQueryRows(const QueryTile<float>& tile, const HeadRows& rows, int64_t bos, int64_t group,
-                                   int64_t kv_head, int64_t dim, bf16* target, int64_t ld) {
-  for (int64_t c = 0; c < tile.columns; ++c) {
-    CopyRows(1, dim, TileRow<bf16>(rows, bos, group, kv_head, tile.first + c), 0, target + c * ld, ld);
-  }
-  __builtin_memset(target + tile.columns * ld, 0, (kTileColumns - tile.columns) * ld * 2);
-}
-
-// The five products of the backward. Operands, all bf16, with the offsets in floats at which they lie in their buffers
-// (R = range, P = RoundUp(dim, 32)):
-//   keys    [R, P] by rows, then from R P / 2 on [dim, R] transposed      values  [R, P] by rows
-//   q_rows, dout_rows   by pairs of queries, one [32, 64, 2] for every 64 of dim
-//   qt, doutt           by pairs of the dim [P / 2, 64, 2], then from 32 P on the rows [64, P] they were made of
-//   scores, dscores     float [64, 64], then from 4096 on P Z or dS by rows [64, 64], then from 6144 on dS by pairs
-// P Z and dS are rounded to bf16; dq, dk and dv are summed in float.
+// The five products of the backward. Operands, all bf16 and by parts (R = range, P = RoundUp(dim, 32)):
+//   keys    [R, P] by rows, then all parts of [dim, R] transposed      values  [R, P] by rows
+//   q_rows, dout_rows   by pairs of queries c and c + 16, one [32, 64, 2] for every 64 of dim
+//   qt, doutt           by pairs of the dim [P / 2, 64, 2]
+//   scores, dscores     float [64, 64], then P Z or dS by rows [64, 64] with queries c and c + 16 side by side, then dS by
+//                       pairs
+// For bf16, P Z and dS are rounded to bf16; dq, dk and dv are summed in float.
 template <class Elem, class Acc>
 struct BackwardProducts {
-  static_assert(std::is_same_v<Elem, bf16> && std::is_same_v<Acc, float>);
+  static_assert(std::is_same_v<Acc, float>);
+  static constexpr int kSplit = kParts<Elem>;
   static constexpr int64_t kBlock = 64;
   static constexpr bool kWholeBlocks = true;
-  static constexpr int64_t kRowsAt = kBlock * kTileColumns, kPairsAt = kRowsAt + kRowsAt / 2;
+  static constexpr int kRegistersTogether = 2;
+  // Parts of a block of scores, in elements, and the offsets of both forms, in floats.
+  static constexpr int64_t kScoresPart = kBlock * kTileColumns;
+  static constexpr int64_t kRowsAt = kScoresPart, kPairsAt = kRowsAt + kSplit * kScoresPart / 2;
   static_assert(kKeyBlock == 2 * kBlock && kTileColumns == kMatrixColumns);
 
   static PACKFREE_INLINE void Open() { OpenMatrixUnit(); }
   static PACKFREE_INLINE void Close() { CloseMatrixUnit(); }
   static PACKFREE_INLINE int64_t Columns(int64_t columns) { return RoundUp(columns, kMatrixDepth); }
+  static PACKFREE_INLINE int64_t QueryPart(int64_t dim) { return RoundUp(dim, kMatrixColumns) * kTileColumns; }
 
-  static PACKFREE_INLINE bf16* At(float* buffer, int64_t offset = 0) {
-    return reinterpret_cast<bf16*>(buffer + offset);
-  }
-  static PACKFREE_INLINE const bf16* At(const float* buffer, int64_t offset = 0) {
-    return reinterpret_cast<const bf16*>(buffer + offset);
-  }
-
-  static PACKFREE_INLINE void LoadKeys(int64_t rows, int64_t dim, const bf16* source, int64_t stride, float* keys,
+  static PACKFREE_INLINE void LoadKeys(int64_t rows, int64_t dim, const Elem* source, int64_t stride, float* keys,
                                        int64_t range_size, float* scratch) {
-    const int64_t padded = RoundUp(dim, kMatrixDepth);
-    CopyRows(rows, dim, source, stride, At(keys), padded);
-    TransposeBlocks(rows, dim, source, stride, At(keys, range_size * padded / 2), range_size, scratch);
+    const int64_t padded = RoundUp(dim, kMatrixDepth), part = range_size * padded;
+    CopyRows(rows, dim, source, stride, Parts(keys), padded, part);
+    TransposeBlocks(rows, dim, source, stride, Parts(keys) + kSplit * part, range_size, part, scratch);
   }
-  static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const bf16* source, int64_t stride, float* values) {
-    CopyRows(rows, dim, source, stride, At(values), RoundUp(dim, kMatrixDepth));
+  static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const Elem* source, int64_t stride, float* values,
+                                         int64_t range_size) {
+    const int64_t padded = RoundUp(dim, kMatrixDepth);
+    CopyRows(rows, dim, source, stride, Parts(values), padded, range_size * padded);
   }
   static inline void LoadQueries(const QueryTile<float>& tile, const HeadRows& source, int64_t bos, int64_t group,
-                                 int64_t kv_head, int64_t dim, float sign, float* rows, float* transposed) {
-    const int64_t padded = RoundUp(dim, kMatrixDepth);
-    bf16* copy = At(transposed, padded / 2 * kTileColumns);
-    CopyQueryRows(tile, source, bos, group, kv_head, dim, copy, padded);
-    for (int64_t d = 0; d < padded; d += kMatrixColumns) {
-      PairRows(kTileColumns, padded - d < kMatrixColumns ? padded - d : kMatrixColumns, copy + d, padded,
-               At(rows) + d * kTileColumns);
-    }
-    // A pair of the dim is a word of a row.
-    uint32_t* words = reinterpret_cast<uint32_t*>(transposed);
-    TransposeWords(kTileColumns, padded / 2, reinterpret_cast<const uint32_t*>(copy), padded / 2, words, kTileColumns);
-    if (sign > 0) return;
-    for (int64_t i = 0; i < padded / 2 * kTileColumns; ++i) words[i] ^= 0x80008000u;
+                                 int64_t kv_head, int64_t dim, float sign, float* copy, float* rows,
+                                 float* transposed) {
+    const Elem* from[kTileColumns];
+    TileRows(tile, source, bos, group, kv_head, from);
+    PairDims(from, tile.columns, dim, sign, Parts(copy), Parts(transposed));
+    PairQueries(from, tile.columns, dim, Parts(copy), Parts(rows), QueryPart(dim));
   }
   // The diagonal of the product out dout^T.
   static inline void Delta(const QueryTile<float>& tile, const HeadRows& out, int64_t bos, int64_t group,
                            int64_t kv_head, int64_t dim, const float* doutt, float* rows, float* scratch,
                            float* delta) {
-    const int64_t padded = RoundUp(dim, kMatrixDepth);
-    CopyQueryRows(tile, out, bos, group, kv_head, dim, At(rows), padded);
-    for (int64_t c = 0; c < kTileColumns; c += 16) {
-      MultiplyMatrix<Into::kOverwrite>(16, padded, At(rows) + c * padded, padded, At(doutt) + 2 * c, scratch, 16, 16);
-      for (int64_t i = 0; i < 16; ++i) delta[c + i] = scratch[i * 17];
+    const int64_t padded = RoundUp(dim, kMatrixDepth), part = padded * kTileColumns;
+    const Elem* from[kTileColumns];
+    TileRows(tile, out, bos, group, kv_head, from);
+    CopyQueryRows(from, tile.columns, dim, Parts(rows));
+    for (int64_t c = 0; c < kTileColumns; c += 32) {
+      MultiplyMatrix<Into::kOverwrite, kSplit>(32, padded, {Parts(rows) + c * padded, padded, part},
+                                               Parts(doutt) + 2 * c, part, scratch, 32, 32, NoWork());
+      for (int64_t i = 0; i < 32; ++i) delta[c + i] = scratch[i * 33];
     }
   }
 
-  static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, const float* a,
-                                     const float* bt, float* scores) {
+  static PACKFREE_INLINE void Scores(int64_t first, int64_t rows, int64_t columns, int64_t dim, int64_t range_size,
+                                     const float* a, const float* bt, float* scores) {
     const int64_t padded = RoundUp(dim, kMatrixDepth);
-    MultiplyMatrix<Into::kOverwrite>(rows, padded, At(a) + first * padded, padded, At(bt), scores, kTileColumns,
-                                     columns);
+    MultiplyMatrix<Into::kOverwrite, kSplit>(rows, padded, {Parts(a) + first * padded, padded, range_size * padded},
+                                             Parts(bt), padded * kTileColumns, scores, kTileColumns, columns, NoWork());
   }
-  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<float> v, float* scores) {
-    Store(At(scores, kRowsAt) + row * kTileColumns + column, v);
+  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<float> v, Vec<float> next, float* scores) {
+    StorePairParts<kSplit>(Parts(scores, kRowsAt) + row * kTileColumns + column, kScoresPart, v, next);
   }
   // Zeros behind the last key, for the products that round the number of keys up.
   static PACKFREE_INLINE void FinishScores(int64_t rows, float* scores) {
-    __builtin_memset(At(scores, kRowsAt) + rows * kTileColumns, 0,
-                     (RoundUp(rows, kMatrixDepth) - rows) * kTileColumns * 2);
+    for (int p = 0; p < kSplit; ++p) {
+      __builtin_memset(Parts(scores, kRowsAt) + p * kScoresPart + rows * kTileColumns, 0,
+                       (RoundUp(rows, kMatrixDepth) - rows) * kTileColumns * 2);
+    }
   }
   static PACKFREE_INLINE void AddToKeys(int64_t first, int64_t rows, int64_t columns, int64_t dim, const float* scores,
                                         const float* query_rows, float* target) {
     for (int64_t d = 0; d < dim; d += kMatrixColumns) {
-      MultiplyMatrix<Into::kAdd>(rows, columns, At(scores, kRowsAt), kTileColumns, At(query_rows) + d * kTileColumns,
-                                 target + first * PaddedDim(dim) + d, PaddedDim(dim),
-                                 dim - d < kMatrixColumns ? dim - d : kMatrixColumns);
+      MultiplyMatrix<Into::kAdd, kSplit>(rows, columns, {Parts(scores, kRowsAt), kTileColumns, kScoresPart},
+                                         Parts(query_rows) + d * kTileColumns, QueryPart(dim),
+                                         target + first * PaddedDim(dim) + d, PaddedDim(dim),
+                                         dim - d < kMatrixColumns ? dim - d : kMatrixColumns, NoWork());
     }
   }
   static PACKFREE_INLINE void AddToQueries(int64_t first, int64_t rows, int64_t columns, int64_t dim,
                                            int64_t range_size, const float* keys, float* dscores, float* dqt) {
-    const int64_t depth = RoundUp(rows, kMatrixDepth);
-    const bf16* transposed = At(keys, range_size * RoundUp(dim, kMatrixDepth) / 2);
-    PairRows(depth, columns, At(dscores, kRowsAt), kTileColumns, At(dscores, kPairsAt));
-    MultiplyMatrix<Into::kAdd>(dim, depth, transposed + first, range_size, At(dscores, kPairsAt), dqt, kTileColumns,
-                               columns);
+    const int64_t depth = RoundUp(rows, kMatrixDepth), part = range_size * RoundUp(dim, kMatrixDepth);
+    bf16* pairs = Parts(dscores, kPairsAt);
+    for (int p = 0; p < kSplit; ++p) {
+      PairSplitRows(depth, columns, Parts(dscores, kRowsAt) + p * kScoresPart, kTileColumns, pairs + p * kScoresPart);
+    }
+    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth, {Parts(keys) + kSplit * part + first, range_size, part}, pairs,
+                                       kScoresPart, dqt, kTileColumns, columns, NoWork());
   }
 };

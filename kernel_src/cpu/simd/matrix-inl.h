@@ -6,6 +6,12 @@
 //   c      float [rows, ldc]
 // rows is rounded up to 16, depth to 32: callers keep that much memory behind a and c, and zeros behind the last column
 // of a and the last row of pairs (NaN times 0 is not 0). A row of pairs has room for kMatrixColumns columns.
+//
+// Matrices of floats are multiplied by parts: a float is the exact sum of three bf16 (24 bits of mantissa, 8 in each),
+// and of the nine products of parts the six largest are summed. What is left out is at most 2^-21 of |a| |b| and some
+// 2^-24 on average; what is rounded is less than in a chain of float multiply-adds. An operand then is three such
+// matrices, `part` elements apart, largest first. The unit takes subnormal bf16 for 0, so floats below 2^-102 lose
+// precision; an infinity may become NaN.
 
 constexpr int64_t kMatrixRows = 16;
 constexpr int64_t kMatrixDepth = 32;
@@ -30,71 +36,187 @@ PACKFREE_INLINE void OpenMatrixUnit() {
 }
 PACKFREE_INLINE void CloseMatrixUnit() { _tile_release(); }
 
-// c[16 or 32 rows, 16 or 32 columns] = or += a b. Tiles 0-3 hold c, 4-5 a, 6-7 b.
-template <Into kInto, bool kTwoRows, bool kTwoColumns>
-inline void MultiplyMatrixTiles(int64_t depth, const bf16* a, int64_t lda, const bf16* pairs, float* c, int64_t ldc) {
-  const int64_t a_bytes = lda * 2, b_bytes = kMatrixColumns * 4, c_bytes = ldc * 4;
+// Number of bf16 matrices that a matrix of Elem becomes.
+template <class Elem>
+constexpr int kMatrixParts = std::is_same_v<Elem, float> ? 3 : 1;
+
+// An operand by rows: its rows `ld` elements apart, its parts `part`.
+struct MatrixOperand {
+  const bf16* data;
+  int64_t ld;
+  int64_t part;
+};
+
+// Verbs of the products below. Tiles 0-3 hold c [16 or 32 rows, 16 or 32 columns], 4-5 a, 6-7 b.
+template <bool kTwoRows>
+PACKFREE_INLINE void LoadMatrixRows(const bf16* a, int64_t lda) {
+  _tile_loadd(4, a, lda * 2);
+  if (kTwoRows) _tile_loadd(5, a + kMatrixRows * lda, lda * 2);
+}
+template <bool kTwoColumns>
+PACKFREE_INLINE void LoadMatrixPairs(const bf16* pairs) {
+  _tile_loadd(6, pairs, kMatrixColumns * 4);
+  if (kTwoColumns) _tile_loadd(7, pairs + 32, kMatrixColumns * 4);
+}
+template <bool kTwoRows, bool kTwoColumns>
+PACKFREE_INLINE void AddMatrixTiles() {
+  _tile_dpbf16ps(0, 4, 6);
+  if (kTwoColumns) _tile_dpbf16ps(1, 4, 7);
+  if (kTwoRows) _tile_dpbf16ps(2, 5, 6);
+  if (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
+}
+
+template <bool kTwoRows, bool kTwoColumns>
+PACKFREE_INLINE void StoreMatrixTiles(float* c, int64_t ldc) {
+  const int64_t c_bytes = ldc * 4;
   float* lower = c + kMatrixRows * ldc;
-  FinishStores(pairs);
-  if (kInto == Into::kOverwrite) {
-    _tile_zero(0);
-    if (kTwoColumns) _tile_zero(1);
-    if (kTwoRows) _tile_zero(2);
-    if (kTwoRows && kTwoColumns) _tile_zero(3);
-  } else {
-    _tile_loadd(0, c, c_bytes);
-    if (kTwoColumns) _tile_loadd(1, c + 16, c_bytes);
-    if (kTwoRows) _tile_loadd(2, lower, c_bytes);
-    if (kTwoRows && kTwoColumns) _tile_loadd(3, lower + 16, c_bytes);
-  }
-  for (int64_t k = 0; k < depth; k += kMatrixDepth) {
-    const bf16* b = pairs + k * kMatrixColumns;
-    _tile_loadd(4, a + k, a_bytes);
-    _tile_loadd(6, b, b_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    if (kTwoColumns) {
-      _tile_loadd(7, b + 32, b_bytes);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (kTwoRows) {
-      _tile_loadd(5, a + kMatrixRows * lda + k, a_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      if (kTwoColumns) _tile_dpbf16ps(3, 5, 7);
-    }
-  }
   _tile_stored(0, c, c_bytes);
   if (kTwoColumns) _tile_stored(1, c + 16, c_bytes);
   if (kTwoRows) _tile_stored(2, lower, c_bytes);
   if (kTwoRows && kTwoColumns) _tile_stored(3, lower + 16, c_bytes);
 }
 
-template <Into kInto, bool kTwoColumns>
-inline void MultiplyMatrixColumns(int64_t rows, int64_t depth, const bf16* a, int64_t lda, const bf16* pairs, float* c,
-                                  int64_t ldc) {
+// c[16 or 32 rows, 16 or 32 columns] = or += a b. The small products of parts come first. Floats are summed from 0 and
+// meet the target once: with six products the target would be rounded six times as often.
+template <Into kInto, int kParts, bool kTwoRows, bool kTwoColumns, class Work>
+inline void MultiplyMatrixTiles(int64_t depth, const MatrixOperand& a, const bf16* pairs, int64_t pairs_part, float* c,
+                                int64_t ldc, Work& work) {
+  FinishStores(pairs);
+  if (kInto == Into::kOverwrite || kParts > 1) {
+    _tile_zero(0);
+    if (kTwoColumns) _tile_zero(1);
+    if (kTwoRows) _tile_zero(2);
+    if (kTwoRows && kTwoColumns) _tile_zero(3);
+  } else {
+    const int64_t c_bytes = ldc * 4;
+    const float* lower = c + kMatrixRows * ldc;
+    _tile_loadd(0, c, c_bytes);
+    if (kTwoColumns) _tile_loadd(1, c + 16, c_bytes);
+    if (kTwoRows) _tile_loadd(2, lower, c_bytes);
+    if (kTwoRows && kTwoColumns) _tile_loadd(3, lower + 16, c_bytes);
+  }
+  for (int64_t k = 0; k < depth; k += kMatrixDepth) {
+    const bf16* rows = a.data + k;
+    const bf16* b = pairs + k * kMatrixColumns;
+    if constexpr (kParts == 3) {
+      LoadMatrixRows<kTwoRows>(rows, a.ld);
+      LoadMatrixPairs<kTwoColumns>(b + 2 * pairs_part);
+      AddMatrixTiles<kTwoRows, kTwoColumns>();
+      work.Step();
+      LoadMatrixPairs<kTwoColumns>(b + pairs_part);
+      AddMatrixTiles<kTwoRows, kTwoColumns>();
+      work.Step();
+      LoadMatrixRows<kTwoRows>(rows + a.part, a.ld);
+      AddMatrixTiles<kTwoRows, kTwoColumns>();
+      work.Step();
+      LoadMatrixPairs<kTwoColumns>(b);
+      AddMatrixTiles<kTwoRows, kTwoColumns>();
+      work.Step();
+      LoadMatrixRows<kTwoRows>(rows + 2 * a.part, a.ld);
+      AddMatrixTiles<kTwoRows, kTwoColumns>();
+      work.Step();
+      LoadMatrixRows<kTwoRows>(rows, a.ld);
+      AddMatrixTiles<kTwoRows, kTwoColumns>();
+      work.Step();
+    } else {
+      LoadMatrixRows<kTwoRows>(rows, a.ld);
+      LoadMatrixPairs<kTwoColumns>(b);
+      AddMatrixTiles<kTwoRows, kTwoColumns>();
+      work.Step();
+    }
+  }
+  if (kInto == Into::kOverwrite || kParts == 1) {
+    StoreMatrixTiles<kTwoRows, kTwoColumns>(c, ldc);
+    return;
+  }
+  constexpr int kRows = kTwoRows ? 32 : 16, kColumns = kTwoColumns ? 32 : 16;
+  alignas(64) float product[kRows * kColumns];
+  StoreMatrixTiles<kTwoRows, kTwoColumns>(product, kColumns);
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kColumns; j += kLanes<float>) {
+      float* target = c + i * ldc + j;
+      Store(target, Load<float>(target) + Load<float>(product + i * kColumns + j));
+    }
+  }
+}
+
+template <Into kInto, int kParts, bool kTwoColumns, class Work>
+inline void MultiplyMatrixColumns(int64_t rows, int64_t depth, MatrixOperand a, const bf16* pairs, int64_t pairs_part,
+                                  float* c, int64_t ldc, Work& work) {
   int64_t i = 0;
   for (; i + kMatrixRows < rows; i += 2 * kMatrixRows) {
-    MultiplyMatrixTiles<kInto, true, kTwoColumns>(depth, a + i * lda, lda, pairs, c + i * ldc, ldc);
+    MultiplyMatrixTiles<kInto, kParts, true, kTwoColumns>(depth, a, pairs, pairs_part, c + i * ldc, ldc, work);
+    a.data += 2 * kMatrixRows * a.ld;
   }
-  if (i < rows) MultiplyMatrixTiles<kInto, false, kTwoColumns>(depth, a + i * lda, lda, pairs, c + i * ldc, ldc);
+  if (i >= rows) return;
+  MultiplyMatrixTiles<kInto, kParts, false, kTwoColumns>(depth, a, pairs, pairs_part, c + i * ldc, ldc, work);
 }
 
 // c[rows, 0:columns] = or += a b; columns are rounded up to 16. Every element sums over k in the same order, whatever
 // tile it falls into.
-template <Into kInto>
-inline void MultiplyMatrix(int64_t rows, int64_t depth, const bf16* a, int64_t lda, const bf16* pairs, float* c,
-                           int64_t ldc, int64_t columns = kMatrixColumns) {
+// work.Step(), a little work for the vector units, is called after every four products of tiles: these take the matrix
+// unit 64 cycles, and a core looks only a few hundred instructions ahead, so the two units only overlap if they
+// alternate.
+template <Into kInto, int kParts, class Work>
+inline void MultiplyMatrix(int64_t rows, int64_t depth, const MatrixOperand& a, const bf16* pairs, int64_t pairs_part,
+                           float* c, int64_t ldc, int64_t columns, Work&& work) {
   int64_t j = 0;
   for (; j + 16 < columns; j += 32) {
-    MultiplyMatrixColumns<kInto, true>(rows, depth, a, lda, pairs + 2 * j, c + j, ldc);
+    MultiplyMatrixColumns<kInto, kParts, true>(rows, depth, a, pairs + 2 * j, pairs_part, c + j, ldc, work);
   }
-  if (j < columns) MultiplyMatrixColumns<kInto, false>(rows, depth, a, lda, pairs + 2 * j, c + j, ldc);
+  if (j < columns) {
+    MultiplyMatrixColumns<kInto, kParts, false>(rows, depth, a, pairs + 2 * j, pairs_part, c + j, ldc, work);
+  }
 }
 
-// target[r, 0:padded] = source[r, 0:columns] and zeros, for `rows` rows; bits are copied.
-inline void CopyRows(int64_t rows, int64_t columns, const bf16* source, int64_t stride, bf16* target, int64_t padded) {
+// x as the sum of bf16: each part stands in the upper halves of its words; the lower halves of the last are anything.
+// Cutting off instead of rounding keeps every part finite and the sum exact. A NaN stays one: where its upper half
+// looks like infinity, x minus that is NaN. Of an infinity nothing is left, unless kFinite says that a NaN does as
+// well.
+template <bool kFinite>
+PACKFREE_INLINE void SplitFloats(Vec<float> x, BitsVec* parts) {
+  constexpr uint32_t kUpper = 0xffff0000u;
+  parts[0] = (BitsVec)x & kUpper;
+  const Vec<float> high = (Vec<float>)parts[0];
+  Vec<float> rest = x - high;
+  if (!kFinite) rest = Select(x == high, Zero<float>(), rest);
+  parts[1] = (BitsVec)rest & kUpper;
+  parts[2] = (BitsVec)(rest - (Vec<float>)parts[1]);
+}
+
+// kParts rows, `part` elements apart, whose sum is v: v itself, rounded, if there is only one.
+template <int kParts>
+PACKFREE_INLINE void StoreRowParts(bf16* row, int64_t part, Vec<float> v) {
+  if constexpr (kParts == 1) {
+    Store(row, v);
+  } else {
+    BitsVec parts[kParts];
+    SplitFloats<false>(v, parts);
+#pragma GCC unroll 3
+    for (int p = 0; p < kParts; ++p) {
+      const HalfVec half = __builtin_convertvector(parts[p] >> 16, HalfVec);
+      __builtin_memcpy(row + p * part, &half, sizeof(half));
+    }
+  }
+}
+
+// The rows of an operand: target[r, 0:padded] = source[r, 0:columns] and zeros, for `rows` rows, every part of them;
+// padded is a multiple of 32.
+inline void CopyRows(int64_t rows, int64_t columns, const bf16* source, int64_t stride, bf16* target, int64_t padded,
+                     int64_t /*part*/) {
   for (int64_t r = 0; r < rows; ++r) {
     __builtin_memcpy(target + r * padded, source + r * stride, columns * 2);
     __builtin_memset(target + r * padded + columns, 0, (padded - columns) * 2);
+  }
+}
+inline void CopyRows(int64_t rows, int64_t columns, const float* source, int64_t stride, bf16* target, int64_t padded,
+                     int64_t part) {
+  constexpr int L = kLanes<float>;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < padded; c += L) {
+      const int width = columns - c >= L ? L : columns > c ? static_cast<int>(columns - c) : 0;
+      StoreRowParts<3>(target + r * padded + c, part, LoadUpTo<float>(source + r * stride + c, width));
+    }
   }
 }
 
@@ -123,38 +245,64 @@ PACKFREE_INLINE void StoreInterleaved(bf16* pairs, __m512i both) {
   __builtin_memcpy(pairs, &packed, sizeof(packed));
 }
 
-// pairs[2 c] = bf16(even[c]), pairs[2 c + 1] = bf16(odd[c])
-PACKFREE_INLINE void StorePair(bf16* pairs, Vec<float> even, Vec<float> odd) {
-  StoreInterleaved(pairs, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+// Words whose upper half is that of `odd` and whose lower half is the upper one of `even`; and both of the lower
+// halves.
+PACKFREE_INLINE BitsVec UpperHalves(BitsVec even, BitsVec odd) {
+  typedef uint8_t Bytes __attribute__((vector_size(64)));
+  constexpr Bytes kDown = {2, 3, 0, 0, 6, 7, 0, 0, 10, 11, 0, 0, 14, 15, 0, 0, 2, 3, 0, 0, 6, 7,
+                           0, 0, 10, 11, 0, 0, 14, 15, 0, 0, 2, 3, 0, 0, 6, 7, 0, 0, 10, 11, 0, 0,
+                           14, 15, 0, 0, 2, 3, 0, 0, 6, 7, 0, 0, 10, 11, 0, 0, 14, 15, 0, 0};
+  return (BitsVec)_mm512_mask_shuffle_epi8((__m512i)odd, 0x3333333333333333u, (__m512i)even, (__m512i)kDown);
 }
+PACKFREE_INLINE BitsVec LowerHalves(BitsVec even, BitsVec odd) { return (even & 0xffffu) | (odd << 16); }
 
-// pairs[r / 2, c, r % 2] = bf16(source[r, c]) for 64 columns; rows up to RoundUp(rows, kMatrixDepth) are 0.
-inline void NarrowToPairs(int64_t rows, const float* source, int64_t ld, bf16* pairs) {
-  constexpr int L = kLanes<float>;
-  for (int64_t r = 0; r < RoundUp(rows, kMatrixDepth); r += 2) {
-    for (int64_t c = 0; c < kMatrixColumns; c += L) {
-      BitsVec packed = {};
-      if (r < rows) packed = __builtin_convertvector(NarrowBf16(Load<float>(source + r * ld + c)), BitsVec);
-      if (r + 1 < rows) {
-        packed |= __builtin_convertvector(NarrowBf16(Load<float>(source + (r + 1) * ld + c)), BitsVec) << 16;
-      }
-      __builtin_memcpy(pairs + (r * kMatrixColumns + 2 * c), &packed, sizeof(packed));
+// kParts rows of pairs, `part` elements apart, whose sums are pairs[2 c] = even[c] and pairs[2 c + 1] = odd[c]; rounded
+// if there is only one. An infinity becomes NaN if it is split.
+template <int kParts>
+PACKFREE_INLINE void StorePairParts(bf16* pairs, int64_t part, Vec<float> even, Vec<float> odd) {
+  if constexpr (kParts == 1) {
+    StoreInterleaved(pairs, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+  } else {
+    BitsVec low[kParts], high[kParts];
+    SplitFloats<true>(even, low);
+    SplitFloats<true>(odd, high);
+#pragma GCC unroll 3
+    for (int p = 0; p < kParts; ++p) {
+      const BitsVec words = UpperHalves(low[p], high[p]);
+      __builtin_memcpy(pairs + p * part, &words, sizeof(words));
     }
   }
 }
 
-// pairs[r / 2, c, r % 2] = source[r, c], bits, for columns [0, RoundUp(columns, 16)) of at most 64: a matrix by rows
-// becomes one by pairs of rows. rows is even.
+// A matrix by rows becomes one by pairs of rows r and r + 16, which lie where those of r and r + 1 would: a permutation
+// of the depth, which the other operand of a product has to share. rows and columns are multiples of 32.
 inline void PairRows(int64_t rows, int64_t columns, const bf16* source, int64_t lds, bf16* pairs) {
+  for (int64_t r = 0; r < rows; r += 32) {
+    for (int64_t i = 0; i < 16; ++i) {
+      for (int64_t c = 0; c < columns; c += kLanes<float>) {
+        HalfVec even, odd;
+        __builtin_memcpy(&even, source + (r + i) * lds + c, sizeof(even));
+        __builtin_memcpy(&odd, source + (r + i + 16) * lds + c, sizeof(odd));
+        StoreInterleaved(pairs + ((r + 2 * i) * kMatrixColumns + 2 * c),
+                         (__m512i)__builtin_shufflevector(even, odd, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
+                                                          15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29,
+                                                          30, 31));
+      }
+    }
+  }
+}
+
+// The same permutation of columns, as StorePairParts makes it of v[c] and v[c + 16], undone: rows [rows, columns] whose
+// words hold columns c and c + 16 become pairs of rows r and r + 1. rows is even, columns a multiple of 32.
+inline void PairSplitRows(int64_t rows, int64_t columns, const bf16* source, int64_t lds, bf16* pairs) {
   for (int64_t r = 0; r < rows; r += 2) {
-    for (int64_t c = 0; c < columns; c += kLanes<float>) {
-      HalfVec even, odd;
+    for (int64_t c = 0; c < columns; c += 2 * kLanes<float>) {
+      BitsVec even, odd;
       __builtin_memcpy(&even, source + r * lds + c, sizeof(even));
       __builtin_memcpy(&odd, source + (r + 1) * lds + c, sizeof(odd));
-      StoreInterleaved(pairs + (r * kMatrixColumns + 2 * c),
-                       (__m512i)__builtin_shufflevector(even, odd, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
-                                                        16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30,
-                                                        31));
+      const BitsVec left = LowerHalves(even, odd), right = UpperHalves(even, odd);
+      __builtin_memcpy(pairs + (r * kMatrixColumns + 2 * c), &left, sizeof(left));
+      __builtin_memcpy(pairs + (r * kMatrixColumns + 2 * c) + 32, &right, sizeof(right));
     }
   }
 }
@@ -182,4 +330,23 @@ inline void TransposeRows(int64_t rows, int64_t columns, const bf16* source, int
     }
   }
   TransposeWords(depth / 2, padded, words, padded, reinterpret_cast<uint32_t*>(target), ldt / 2);
+}
+
+// The same of a float matrix, by parts; without scratch.
+inline void TransposeRows(int64_t rows, int64_t columns, const float* source, int64_t stride, bf16* target, int64_t ldt,
+                          int64_t part) {
+  constexpr int L = kLanes<float>;
+  for (int64_t r = 0; r < RoundUp(rows, kMatrixDepth); r += L) {
+    for (int64_t c = 0; c < columns; c += L) {
+      const int width = columns - c < L ? static_cast<int>(columns - c) : L;
+      Vec<float> block[L];
+#pragma GCC unroll 16
+      for (int i = 0; i < L; ++i) {
+        block[i] = r + i < rows ? LoadUpTo<float>(source + (r + i) * stride + c, width) : Zero<float>();
+      }
+      TransposeRegisters<float>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < L; ++i) StoreRowParts<3>(target + (c + i) * ldt + r, part, block[i]);
+    }
+  }
 }
