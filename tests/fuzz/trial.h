@@ -129,7 +129,6 @@ class Trial {
   std::vector<Result> results_;
 };
 
-inline int64_t ElementBytes(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 // What kernels compute in and keep states in.
 inline Dtype Wide(Dtype dtype) { return dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32; }
 const char* NameOf(Dtype dtype);
