@@ -113,6 +113,17 @@ def test_c28_window_edges(kernel):
         assert torch.equal(out[11], outs[(2, 0)][11]) is not moves
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_widest_windows_hide_nothing(kernel, side):
+    """Up to the largest int64, also where queries come before the first key that is aligned with one."""
+    q, k, v = torch.randn(9, 2, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    all_keys = kernel.flash_attn_varlen_func(q, k, v, [0, 6, 9], [0, 2, 7])
+    for width in (2**31 - 1, 2**31, 2**62, 2**63 - 1):
+        window = (width, -1) if side == "left" else (-1, width)
+        out = kernel.flash_attn_varlen_func(q, k, v, [0, 6, 9], [0, 2, 7], window_size=window)
+        assert_same_bits(f"window {window}", out, all_keys)
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0)], ids=str)
 def test_c29_softcap(kernel, window):
     pack = Pack("softcap", (6, 9))

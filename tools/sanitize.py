@@ -74,14 +74,14 @@ def build(kind: str) -> Path:
     config = load_build_toml()
     major, minor = (int(part) for part in variant_of(config).abi.split("."))
     folder = WORK / f"fuzz-{kind}"
-    objects = sorted((WORK / "cpu").glob("CMakeFiles/ext.dir/**/kernel_src/cpu/**/*.o"))
+    objects = sorted((WORK / "plain").glob("CMakeFiles/common.dir/**/kernel_src/cpu/**/*.o"))
     print(f"sanitize: building {kind} (the sanitizers' builds take minutes the first time)", flush=True)
     environment = dict(os.environ, PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     configure = [
         "cmake", "-S", str(ROOT / "tests" / "fuzz"), "-B", str(folder), "-G", "Ninja", f"-DROOT={ROOT}",
         f"-DSANITIZE={SANITIZERS[kind]}", f"-DSTABLE_ABI_HEX={hex(major << 56 | minor << 48)}",
         f"-DTORCH_DIR={Path(torch.__file__).parent}", f"-DKERNEL_OBJECTS={';'.join(map(str, objects))}",
-        f"-DGENERATED_DIR={WORK / 'cpu' / 'generated'}", f"-DPYTHON_INCLUDE={sysconfig.get_paths()['include']}",
+        f"-DGENERATED_DIR={WORK / 'plain' / 'generated'}", f"-DPYTHON_INCLUDE={sysconfig.get_paths()['include']}",
     ]  # fmt: skip
     configured = subprocess.run(configure, env=environment, capture_output=True, text=True)
     if configured.returncode != 0:

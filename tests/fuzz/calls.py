@@ -169,6 +169,21 @@ def state_update(draw: Draw, backward: bool) -> Arguments:
     )  # fmt: skip
 
 
+def positions(draw: Draw, backward: bool) -> Arguments:
+    integers = draw.choice([torch.int32, torch.int64])
+    return dict(positions=torch.randint(-1, 4, (draw.randint(1, 2), draw.randint(1, 9)), dtype=integers),
+                only_falls=draw.flag())  # fmt: skip
+
+
+def labels(draw: Draw, backward: bool) -> Arguments:
+    return dict(seq_idx=positions(draw, backward)["positions"])
+
+
+def offsets(draw: Draw, backward: bool) -> Arguments:
+    tokens = draw.randint(0, 9)
+    return dict(cu_seqlens=draw.boundaries(tokens), tokens=tokens)
+
+
 VALID: Dict[str, Callable[[Draw, bool], Arguments]] = {
     "causal_conv1d_fwd": convolution,
     "causal_conv1d_bwd": convolution,
@@ -185,6 +200,9 @@ VALID: Dict[str, Callable[[Draw, bool], Arguments]] = {
     "mamba1_scan_bwd": mamba1,
     "mamba2_scan_fwd": mamba2,
     "mamba2_scan_bwd": mamba2,
+    "packing_from_labels": labels,
+    "packing_from_offsets": offsets,
+    "packing_from_positions": positions,
     "selective_state_update": state_update,
 }
 
@@ -238,8 +256,8 @@ def bad_integers(draw: Draw, value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
     for _ in range(draw.randint(1, 2)):
         if value.numel() > 0:
-            offsets = OFFSETS if value.dtype == torch.int32 else OFFSETS + INTEGERS
-            value.view(-1)[draw.randrange(value.numel())] = draw.choice(offsets)
+            choices = OFFSETS if value.dtype == torch.int32 else OFFSETS + INTEGERS
+            value.view(-1)[draw.randrange(value.numel())] = draw.choice(choices)
     return value
 
 

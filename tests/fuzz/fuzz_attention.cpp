@@ -54,8 +54,8 @@ void FuzzAttention(Trial& trial) {
   const int64_t Tq = shared.queries.tokens, Tk = shared.keys.tokens;
   shared.softmax_scale = draw.Chance(80) ? 1 / std::sqrt(static_cast<double>(K)) : draw.Pick<double>({0.0, -0.3, 2.0});
   shared.softcap = draw.Chance(25) ? draw.Uniform(0.5, 20) : 0;
-  shared.window_left = draw.Chance(60) ? -1 : draw.Pick<int64_t>({0, 1, 5, 63, 64, 127, 200, INT64_MAX});
-  shared.window_right = draw.Chance(50) ? 0 : draw.Chance(60) ? -1 : draw.Pick<int64_t>({1, 7, 64, 130, INT64_MAX});
+  shared.window_left = draw.Chance(60) ? -1 : draw.Pick<int64_t>({0, 1, 5, 63, 64, 127, 200, kWidestWindow});
+  shared.window_right = draw.Chance(50) ? 0 : draw.Chance(60) ? -1 : draw.Pick<int64_t>({1, 7, 64, 130, kWidestWindow});
   shared.dropout_p = draw.Chance(20) ? draw.Uniform(0.01, 0.99) : 0;
   shared.dropout_seed = draw.Bits();
   const bool sinks = draw.Chance(30), want_lse = draw.Chance(80), dlse = draw.Chance(30);

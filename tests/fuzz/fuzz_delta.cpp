@@ -14,8 +14,8 @@ int64_t DrawDim(Draw& draw) {
   return draw.Pick<int64_t>({1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65});
 }
 
-// What the two rules share.
-void DrawShared(Trial& trial, Dtype dtype, DeltaInputs* in) {
+// What the two rules share of their inputs; g is left to them.
+void DrawInputs(Trial& trial, Dtype dtype, DeltaInputs* in) {
   Draw& draw = trial.draw;
   in->key_dim = DrawDim(draw);
   in->value_dim = DrawDim(draw);
@@ -39,17 +39,44 @@ void DrawShared(Trial& trial, Dtype dtype, DeltaInputs* in) {
   in->beta = trial.Read("beta", Wide(dtype), PerToken(in->packing, {T, in->value_heads}), {0, 1});
 }
 
-// Log-decays: mild, none, or so strong that their exponentials underflow.
-Range DrawDecay(Draw& draw) { return draw.Pick<Range>({{-0.5, 0}, {-5, 0}, {0, 0}, {-1e4, 0}}); }
-
 Axes States(const DeltaInputs& in) {
   return {{in.packing.num_sequences, in.value_heads, in.key_dim, in.value_dim}};
 }
+
+// Log-decays: mild, strong, none, or so strong that their exponentials underflow.
+Range DrawDecay(Draw& draw) { return draw.Pick<Range>({{-0.5, 0}, {-5, 0}, {0, 0}, {-1e4, 0}}); }
 
 void DescribeRule(Trial& trial, Tier tier, Dtype dtype, const DeltaInputs& in, bool final_state, const char* more) {
   trial.Describe("tier %s, %s, H=%ld HV=%ld K=%ld V=%ld%s%s%s%s", TierName(tier), NameOf(dtype), in.key_heads,
                  in.value_heads, in.key_dim, in.value_dim, in.l2norm ? ", l2norm" : "",
                  in.initial_state != nullptr ? ", initial state" : "", final_state ? ", final state" : "", more);
+}
+
+// Arguments of the forward by chunks or, with names of its own, token by token.
+template <class Inputs>
+DeltaForward<Inputs> NewForward(Trial& trial, Dtype dtype, const Inputs& in, bool final_state, const char* o_name,
+                                const char* state_name) {
+  const Axes value_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads, in.value_dim});
+  return {in, trial.Write(o_name, dtype, value_axes),
+          final_state ? trial.Write(state_name, Wide(dtype), States(in)) : nullptr};
+}
+
+// The shared fields of the backward's arguments. `gate_axes` are those of g.
+template <class Inputs>
+void FillBackward(Trial& trial, Dtype dtype, const Inputs& in, const Axes& gate_axes, bool final_state,
+                  DeltaBackward<Inputs>* args) {
+  const Dtype wide = Wide(dtype);
+  const Axes key_axes = PerToken(in.packing, {in.packing.tokens, in.key_heads, in.key_dim});
+  const Axes value_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads, in.value_dim});
+  args->in = in;
+  args->d_o = trial.Read("d_o", dtype, value_axes);
+  args->d_final_state = final_state ? trial.Read("d_final_state", wide, States(in)) : nullptr;
+  args->dq = trial.Write("dq", dtype, key_axes);
+  args->dk = trial.Write("dk", dtype, key_axes);
+  args->dv = trial.Write("dv", dtype, value_axes);
+  args->dg = trial.Write("dg", wide, gate_axes);
+  args->dbeta = trial.Write("dbeta", wide, PerToken(in.packing, {in.packing.tokens, in.value_heads}));
+  args->d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, States(in)) : nullptr;
 }
 
 }  // namespace
@@ -58,32 +85,19 @@ void FuzzGatedDeltaRule(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
-  GatedDeltaRuleInputs in{};
-  DrawShared(trial, dtype, &in);
-  const int64_t T = in.packing.tokens;
-  in.g = trial.Read("g", wide, PerToken(in.packing, {T, in.value_heads}), DrawDecay(draw));
+  DeltaInputs in{};
+  DrawInputs(trial, dtype, &in);
+  const Axes gate_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads});
+  in.g = trial.Read("g", wide, gate_axes, DrawDecay(draw));
   in.initial_state = draw.Chance(50) ? trial.Read("initial_state", wide, States(in)) : nullptr;
   const bool final_state = draw.Chance(50);
   DescribeRule(trial, tier, dtype, in, final_state, "");
 
-  const Axes key_axes = PerToken(in.packing, {T, in.key_heads, in.key_dim});
-  const Axes value_axes = PerToken(in.packing, {T, in.value_heads, in.value_dim});
-  const Axes gate_axes = PerToken(in.packing, {T, in.value_heads});
-  GatedDeltaRuleForwardCpu(tier, dtype, {in, trial.Write("o", dtype, value_axes),
-                                         final_state ? trial.Write("final_state", wide, States(in)) : nullptr});
+  GatedDeltaRuleForwardCpu(tier, dtype, NewForward(trial, dtype, in, final_state, "o", "final_state"));
   GatedDeltaRuleRecurrentCpu(tier, dtype,
-                             {in, trial.Write("recurrent o", dtype, value_axes),
-                              final_state ? trial.Write("recurrent final_state", wide, States(in)) : nullptr});
+                             NewForward(trial, dtype, in, final_state, "recurrent o", "recurrent final_state"));
   GatedDeltaRuleBackward backward{};
-  backward.in = in;
-  backward.d_o = trial.Read("d_o", dtype, value_axes);
-  backward.d_final_state = final_state ? trial.Read("d_final_state", wide, States(in)) : nullptr;
-  backward.dq = trial.Write("dq", dtype, key_axes);
-  backward.dk = trial.Write("dk", dtype, key_axes);
-  backward.dv = trial.Write("dv", dtype, value_axes);
-  backward.dg = trial.Write("dg", wide, gate_axes);
-  backward.dbeta = trial.Write("dbeta", wide, gate_axes);
-  backward.d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, States(in)) : nullptr;
+  FillBackward(trial, dtype, in, gate_axes, final_state, &backward);
   GatedDeltaRuleBackwardCpu(tier, dtype, backward);
 }
 
@@ -92,9 +106,8 @@ void FuzzKda(Trial& trial) {
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
   KdaInputs in{};
-  DrawShared(trial, dtype, &in);
-  const int64_t T = in.packing.tokens;
-  const Axes gate_axes = PerToken(in.packing, {T, in.value_heads, in.key_dim});
+  DrawInputs(trial, dtype, &in);
+  const Axes gate_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads, in.key_dim});
   const Axes parameter_axes = {{in.value_heads, in.key_dim}};
   const bool gate = draw.Chance(50);
   if (gate) {
@@ -109,24 +122,12 @@ void FuzzKda(Trial& trial) {
   DescribeRule(trial, tier, dtype, in, final_state,
                !gate ? "" : in.bounded ? ", bounded gate" : in.dt_bias != nullptr ? ", gate with bias" : ", gate");
 
-  const Axes key_axes = PerToken(in.packing, {T, in.key_heads, in.key_dim});
-  const Axes value_axes = PerToken(in.packing, {T, in.value_heads, in.value_dim});
-  KdaForwardCpu(tier, dtype, {in, trial.Write("o", dtype, value_axes),
-                              final_state ? trial.Write("final_state", wide, States(in)) : nullptr});
-  KdaRecurrentCpu(tier, dtype, {in, trial.Write("recurrent o", dtype, value_axes),
-                                final_state ? trial.Write("recurrent final_state", wide, States(in)) : nullptr});
+  KdaForwardCpu(tier, dtype, NewForward(trial, dtype, in, final_state, "o", "final_state"));
+  KdaRecurrentCpu(tier, dtype, NewForward(trial, dtype, in, final_state, "recurrent o", "recurrent final_state"));
   KdaBackward backward{};
-  backward.in = in;
-  backward.d_o = trial.Read("d_o", dtype, value_axes);
-  backward.d_final_state = final_state ? trial.Read("d_final_state", wide, States(in)) : nullptr;
-  backward.dq = trial.Write("dq", dtype, key_axes);
-  backward.dk = trial.Write("dk", dtype, key_axes);
-  backward.dv = trial.Write("dv", dtype, value_axes);
-  backward.dg = trial.Write("dg", wide, gate_axes);
-  backward.dbeta = trial.Write("dbeta", wide, PerToken(in.packing, {T, in.value_heads}));
+  FillBackward<KdaInputs>(trial, dtype, in, gate_axes, final_state, &backward);
   backward.d_a_log = in.a_log != nullptr ? trial.Write("d_a_log", wide, {{in.value_heads}}) : nullptr;
   backward.d_dt_bias = in.dt_bias != nullptr ? trial.Write("d_dt_bias", wide, parameter_axes) : nullptr;
-  backward.d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, States(in)) : nullptr;
   KdaBackwardCpu(tier, dtype, backward);
 }
 

@@ -1,5 +1,7 @@
 #include "cpu/flash_attn_varlen/flash_attn_varlen.h"
 
+#include <algorithm>
+
 #include "bindings/tensors.h"
 #include "torch_binding.h"
 
@@ -59,8 +61,8 @@ void FillArgs(const char* op, AttentionArgs* args, const Tensor& q, const Tensor
   STD_TORCH_CHECK(softcap >= 0, op, ": softcap must not be negative, got ", softcap);
   args->softmax_scale = softmax_scale;
   args->softcap = softcap;
-  args->window_left = window_left < 0 ? -1 : window_left;
-  args->window_right = window_right < 0 ? -1 : window_right;
+  args->window_left = window_left < 0 ? -1 : std::min(window_left, kWidestWindow);
+  args->window_right = window_right < 0 ? -1 : std::min(window_right, kWidestWindow);
 }
 
 std::tuple<Tensor, Tensor> Forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,

@@ -10,6 +10,9 @@
 
 namespace packfree {
 
+// A window this wide hides nothing: boundaries are int32. Wider ones would make the sums below leave 64 bits.
+constexpr int64_t kWidestWindow = int64_t{1} << 31;
+
 // A tensor [tokens, heads, dim] whose last axis is contiguous. Strides in elements.
 struct HeadRows {
   const void* data;
@@ -29,8 +32,8 @@ struct AttentionArgs {
   const void* s_aux;      // [H] accumulation type, null: no sinks
   double softmax_scale;   // > 0 or not: any finite number
   double softcap;         // 0: off
-  int64_t window_left;    // keys before the aligned one that a query sees, -1: all
-  int64_t window_right;   // keys after it, -1: all. Causal is 0.
+  int64_t window_left;    // keys before the aligned one that a query sees, at most kWidestWindow; -1: all
+  int64_t window_right;   // keys after it, the same. Causal is 0.
   double dropout_p;       // in [0, 1)
   uint64_t dropout_seed;  // only read if dropout_p > 0
 };
