@@ -115,6 +115,8 @@ def check_cu_seqlens(
         listed = isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes))
         if not listed or not all(isinstance(value, int) and not isinstance(value, bool) for value in cu_seqlens):
             raise type_error(op, argument, "be an integer tensor or a list of ints", repr(cu_seqlens))
+        if not all(-(2**63) <= value < 2**63 for value in cu_seqlens):
+            raise value_error(op, argument, "hold numbers of 64 bits", repr(cu_seqlens))
         cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int64)
     if cu_seqlens.dtype not in _INTEGER_DTYPES:
         raise type_error(op, argument, "be an int32 or int64 tensor", str(cu_seqlens.dtype).replace("torch.", ""))
@@ -125,9 +127,9 @@ def check_cu_seqlens(
     for offsets in (cu_seqlens, moved):
         if reads_values(offsets):
             _check_offset_values(op, argument, offsets, tokens)
-            return moved.to(torch.int32)
+            return moved.to(torch.int32).contiguous()
     # No kernel on a GPU looks at the values before it uses them, so they are brought inside the row.
-    return ops.packing_from_offsets(moved, tokens) if device.type == "cuda" else moved.to(torch.int32)
+    return ops.packing_from_offsets(moved, tokens) if device.type == "cuda" else moved.to(torch.int32).contiguous()
 
 
 def _move(op: str, argument: str, boundaries: Tensor, device: torch.device) -> Tensor:
@@ -141,9 +143,9 @@ def _check_offset_values(op: str, argument: str, cu_seqlens: Tensor, tokens: int
     first = int(cu_seqlens[0])
     if first != 0:
         raise value_error(op, argument, "start at 0", first)
-    steps = torch.diff(cu_seqlens)
-    if bool((steps < 0).any()):
-        index = int((steps < 0).nonzero()[0])
+    falls = cu_seqlens[1:] < cu_seqlens[:-1]  # not by differences, which may leave 64 bits
+    if bool(falls.any()):
+        index = int(falls.nonzero()[0])
         left, right = int(cu_seqlens[index]), int(cu_seqlens[index + 1])
         raise value_error(op, argument, "never decrease", f"{right} after {left} at index {index + 1}")
     last = int(cu_seqlens[-1])
