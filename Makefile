@@ -29,7 +29,7 @@ demo: build
 	@$(BIN)/python examples/demo.py $(DEMO)
 
 test: build
-	@$(BIN)/python -m pytest tests $(PYTEST)
+	@$(BIN)/python -m pytest tests -n auto --maxprocesses 8 --dist worksteal $(PYTEST)
 
 bench: build
 	@$(BIN)/python benchmarks/run.py $(BENCH)

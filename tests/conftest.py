@@ -20,10 +20,15 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.harness import tolerance  # noqa: E402
 from tests.harness.kernel import available_tiers, load_kernel  # noqa: E402
 from tests.other_transformers import admit_installed_kernels  # noqa: E402
 
 admit_installed_kernels()
+
+# Workers of pytest-xdist share the cores: tests that need more threads ask for them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 
 def load_tool(name: str) -> ModuleType:
@@ -69,9 +74,19 @@ def _seed():
     torch.manual_seed(0)
 
 
-def pytest_terminal_summary(terminalreporter):
-    from tests.harness.tolerance import USES, usage_table
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist tells the shares of the error budget to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["shares"] = [[*key, share] for key, share in tolerance.SHARES.items()]
 
-    if USES:
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    for *key, share in getattr(node, "workeroutput", {}).get("shares", ()):
+        tolerance.note_share(tuple(key), share)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if tolerance.SHARES:
         terminalreporter.section("largest share of the error budget, by tensor")
-        terminalreporter.write_line(usage_table())
+        terminalreporter.write_line(tolerance.usage_table())

@@ -10,8 +10,7 @@ of its own; EXCEPTIONS is the only place where a tensor may have a larger factor
 """
 
 import math
-from dataclasses import dataclass
-from typing import Dict, List, Tuple
+from typing import Dict, Tuple
 
 import torch
 from torch import Tensor
@@ -23,17 +22,8 @@ ROUNDING_FACTOR = 4.0
 EXCEPTIONS: Dict[Tuple[str, str], Tuple[float, str]] = {}
 
 
-@dataclass
-class Use:
-    """How much of its budget a tensor used."""
-
-    op: str
-    tensor: str
-    dtype: torch.dtype
-    share: float
-
-
-USES: List[Use] = []
+# (op, tensor, dtype) -> the largest share of its budget that the tensor used.
+SHARES: Dict[Tuple[str, str, str], float] = {}
 
 
 def check_close(op: str, name: str, ours: Tensor, working: Tensor, truth: Tensor, summands: int = 1) -> None:
@@ -66,18 +56,18 @@ def check_close(op: str, name: str, ours: Tensor, working: Tensor, truth: Tensor
             f"RMS {_rms(error):.3g}, budget {spread:.3g}; worst at flat index {place}: "
             f"{float(ours.flatten()[place]):.9g} instead of {float(truth.flatten()[place]):.9g}"
         )
-    USES.append(Use(op, name, ours.dtype, share))
+    note_share((op, name, str(ours.dtype).replace("torch.", "")), share)
 
 
 def _rms(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt())
 
 
+def note_share(key: Tuple[str, str, str], share: float) -> None:
+    SHARES[key] = max(SHARES.get(key, 0.0), share)
+
+
 def usage_table() -> str:
     """The largest share of its budget that each tensor used, one line each."""
-    worst: Dict[Tuple[str, str, str], float] = {}
-    for use in USES:
-        key = (use.op, use.tensor, str(use.dtype).replace("torch.", ""))
-        worst[key] = max(worst.get(key, 0.0), use.share)
-    rows = [f"  {op:28} {name:16} {dtype:9} {share:6.1%}" for (op, name, dtype), share in sorted(worst.items())]
+    rows = [f"  {op:28} {name:16} {dtype:9} {share:6.1%}" for (op, name, dtype), share in sorted(SHARES.items())]
     return "\n".join(rows)
