@@ -19,6 +19,7 @@ anything was found or a planted fault was not.
 
 import argparse
 import concurrent.futures
+import fcntl
 import os
 import subprocess
 import sys
@@ -83,11 +84,14 @@ def build(kind: str) -> Path:
         f"-DTORCH_DIR={Path(torch.__file__).parent}", f"-DKERNEL_OBJECTS={';'.join(map(str, objects))}",
         f"-DGENERATED_DIR={WORK / 'plain' / 'generated'}", f"-DPYTHON_INCLUDE={sysconfig.get_paths()['include']}",
     ]  # fmt: skip
-    configured = subprocess.run(configure, env=environment, capture_output=True, text=True)
-    if configured.returncode != 0:
-        sys.exit(f"sanitize: cmake failed\n{configured.stdout}{configured.stderr}")
-    if subprocess.run(["cmake", "--build", str(folder)], env=environment).returncode != 0:
-        sys.exit("sanitize: compilation failed, see above")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # for the same reason as in build.py
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        configured = subprocess.run(configure, env=environment, capture_output=True, text=True)
+        if configured.returncode != 0:
+            sys.exit(f"sanitize: cmake failed\n{configured.stdout}{configured.stderr}")
+        if subprocess.run(["cmake", "--build", str(folder)], env=environment).returncode != 0:
+            sys.exit("sanitize: compilation failed, see above")
     return folder
 
 
