@@ -155,7 +155,7 @@ def mamba_inner_fn(
 
     Args:
         xz: ``[B, 2 D, T]``, any strides: the convolution's input and the gate.
-        conv1d_weight: ``[D, 1, W]`` or ``[D, W]``, W 2 to 4.
+        conv1d_weight: ``[D, 1, W]`` or ``[D, W]``, W 2 to 8.
         conv1d_bias: ``[D]`` or None.
         x_proj_weight: ``[R + N + N, D]``; without the rows of B or C that are given as arguments.
         delta_proj_weight: ``[D, R]``.

@@ -54,7 +54,7 @@ def mamba_split_conv1d_scan_combined(
 
     Args:
         zxbcdt: ``[B, T, 2 M + 2 H P + 2 G S + H]``, fp32, bf16 or fp16.
-        conv1d_weight: ``[H P + 2 G S, W]``, W 2 to 4.
+        conv1d_weight: ``[H P + 2 G S, W]``, W 2 to 8.
         conv1d_bias: ``[H P + 2 G S]`` or None.
         dt_bias, A: ``[H]``.
         D: ``[H]``, with ``headdim``, or ``[H, P]``.
