@@ -15,6 +15,8 @@ BUILD = Path(os.environ.get("PACKFREE_BUILD", ROOT / "build"))
 os.environ["LOCAL_KERNELS"] = f"{REPO_ID}={BUILD}"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PACKFREE_DEBUG"] = "1"
+# Triton kernels run in Triton's interpreter, on CPU tensors; it is chosen when a kernel is defined.
+os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest  # noqa: E402

@@ -2,7 +2,7 @@
 
 # _intact comes first: it looks at the shared object before anything loads it.
 from . import _intact, _packing_ops, layers  # noqa: F401
-from ._devices import refuse_cuda_where_unserved as _refuse_cuda_where_unserved
+from ._devices import serve_cuda as _serve_cuda
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -50,5 +50,5 @@ def cpu_tier() -> str:
     return tier
 
 
-_refuse_cuda_where_unserved()
+_serve_cuda()
 _install_hooks_on_import()

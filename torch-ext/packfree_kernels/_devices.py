@@ -1,10 +1,17 @@
-"""What a call with CUDA tensors says where this package has no CUDA kernel yet: which function serves it elsewhere."""
+"""What serves CUDA tensors where no kernel was compiled ahead: ours in Triton, imported at the first such call.
 
-from typing import Dict, Set
+An op that has neither says which function serves it elsewhere.
+"""
+
+from importlib import import_module
+from typing import Callable, Dict, Set
 
 import torch
 
 from ._ops import add_op_namespace_prefix
+
+# Op -> module of this package with the function of the op's name and schema that runs it by Triton kernels.
+TRITON: Dict[str, str] = {}
 
 # Beginning of an op's name -> what to use on a GPU.
 _ON_A_GPU: Dict[str, str] = {
@@ -37,7 +44,34 @@ def _refusal(name: str):
     return refuse
 
 
-def refuse_cuda_where_unserved() -> None:
-    """Give every op with a CPU kernel and no CUDA kernel one that raises NotImplementedError and names the way out."""
+def triton_implementation(name: str) -> Callable:
+    """The function that runs op ``name`` by Triton kernels.
+
+    Raises:
+        RuntimeError: Triton cannot be imported.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(
+            f"{name}: its kernel for CUDA tensors is written in Triton, which cannot be imported ({error}); "
+            "CUDA builds of torch bring it along: pip install triton"
+        ) from error
+    return getattr(import_module(f".{TRITON[name]}", __package__), name)
+
+
+def _served_by_triton(name: str) -> Callable:
+    def run(*arguments, **keywords):
+        return triton_implementation(name)(*arguments, **keywords)
+
+    return run
+
+
+def serve_cuda() -> None:
+    """Give every op that has a CPU kernel and no compiled CUDA kernel our Triton kernel, or one that raises.
+
+    The latter raises NotImplementedError and names the way out.
+    """
     for name in sorted(_names_with_kernel("CPU") - _names_with_kernel("CUDA")):
-        torch.library.impl(add_op_namespace_prefix(name), "cuda", _refusal(name))
+        serve = _served_by_triton(name) if name in TRITON else _refusal(name)
+        torch.library.impl(add_op_namespace_prefix(name), "cuda", serve)

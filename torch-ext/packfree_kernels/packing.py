@@ -128,8 +128,11 @@ def check_cu_seqlens(
         if reads_values(offsets):
             _check_offset_values(op, argument, offsets, tokens)
             return moved.to(torch.int32).contiguous()
-    # No kernel on a GPU looks at the values before it uses them, so they are brought inside the row.
-    return ops.packing_from_offsets(moved, tokens) if device.type == "cuda" else moved.to(torch.int32).contiguous()
+    if device.type != "cuda":
+        return moved.to(torch.int32).contiguous()
+    # Nothing on a GPU looks at the values before kernels use them, so they are brought inside the row and in order:
+    # whatever they said, no two sequences share a token.
+    return ops.packing_from_offsets(moved, tokens).cummax(0).values
 
 
 def _move(op: str, argument: str, boundaries: Tensor, device: torch.device) -> Tensor:
