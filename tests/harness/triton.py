@@ -23,7 +23,7 @@ def served_by_triton(kernel: ModuleType):
     library = torch.library.Library(namespace, "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for name in devices.TRITON:
                 library.impl(f"{prefix}{name}", devices.triton_implementation(name), "CPU", allow_override=True)
         yield
