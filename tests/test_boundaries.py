@@ -11,7 +11,7 @@ import torch
 
 from tests.harness.kernel import load_kernel
 from tests.harness.packings import Pack
-from tests.harness.properties import assert_same_bits
+from tests.harness.properties import assert_same_bits, run_with_gradients
 from tests.ops import (
     causal_conv1d,
     flash_attn_varlen,
@@ -180,6 +180,26 @@ def test_c11_forms_of_well_formed_boundaries(name):
     ):
         for key, value in op.run(inputs, **given).items():
             assert_same_bits(f"{name}: {key} by {given}", value, expected[key])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_lies_on_padding_between_rows_reaches_nothing(name):
+    """NaN there changes no bit of an output or of a gradient, the parameters' included; both are 0 there."""
+    op = FUNCTIONS[name]
+    seq_idx = torch.cat([labels(0, 0, 0, 1, 1, 1, 1, -1, -1, -1), labels(*[0] * 10)])
+    clean = in_rows(op, 2)
+    axes = op.token_axis
+    dirty = {key: value.clone() for key, value in clean.items()}
+    for key in axes.keys() & dirty.keys():
+        dirty[key][0].narrow(axes[key] - 1, 7, 3).fill_(torch.nan)
+    expected, found = (
+        run_with_gradients(lambda leaves: op.run(leaves, seq_idx=seq_idx), inputs) for inputs in (clean, dirty)
+    )
+    for key, value in found.items():
+        if op.kind(key) != "states":
+            assert_same_bits(f"{name}: {key}", value, expected[key])
+        if op.kind(key) == "tokens":
+            assert not value[0].narrow(axes[op.base(key)] - 1, 7, 3).any(), key
 
 
 # ---- attention ----

@@ -27,6 +27,19 @@ def test_inner_matches_reference_packed(norms):
         torch.testing.assert_close(value.double(), truth[name], rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: n + m)
 
 
+@pytest.mark.parametrize("norms", mamba1_inner.CASES, ids=["plain", "norms"])
+def test_inner_is_zero_on_padding(norms):
+    """With the projection's bias too, and whatever lies there."""
+    op, pack = mamba1_inner.op_under_test(norms), Pack("padding", (3, 5), padding=4)
+    inputs = op.make(pack, torch.float32)
+    inputs["xz"][..., -4:] = torch.nan
+    results = run_with_gradients(lambda leaves: op.run(leaves, seq_idx=pack.seq_idx), inputs)
+    assert not results["out"][:, -4:].any() and not results["dxz"][..., -4:].any()
+    assert all(torch.isfinite(value).all() for value in results.values())
+    truth = op.reference(properties.cast(inputs, torch.float64), pack.cu_seqlens)
+    torch.testing.assert_close(results["out"].double(), truth["out"], rtol=0, atol=1e-4)
+
+
 def test_inner_takes_given_b_and_c(kernel):
     """B and C given are those that the projection would have made."""
     inputs = {"xz": torch.randn(1, 16, 7), **mixer(False)}

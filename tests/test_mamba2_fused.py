@@ -5,7 +5,7 @@ import torch
 
 from tests.harness import properties
 from tests.harness.packings import SMALL, Pack
-from tests.harness.properties import assert_same_bits
+from tests.harness.properties import assert_same_bits, run_with_gradients
 from tests.ops.mamba2_fused import LAYERS, Layer
 from tests.test_mamba2_scan import DTYPES
 
@@ -13,7 +13,7 @@ from tests.test_mamba2_scan import DTYPES
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_matches_reference(layer, dtype):
-    for pack in (Pack("ragged", (5, 9, 17, 3)), Pack("empty", (0, 4, 0, 6))):
+    for pack in (Pack("ragged", (5, 9, 17, 3)), Pack("empty", (0, 4, 0, 6)), Pack("padding", (3, 6), padding=5)):
         properties.check_against_reference(layer.op(), pack, dtype)
 
 
@@ -24,6 +24,18 @@ def test_fused_keeps_sequences_apart(layer):
     properties.check_isolation(layer.op(), pack, torch.float32)
     properties.check_spellings(layer.op(), pack, torch.float32)
     properties.check_packed_equals_alone(layer.op(), pack, torch.float32)
+
+
+def test_fused_is_zero_on_padding():
+    """With the projection's bias too, whatever lies there, and between the rows of a batch."""
+    layer = Layer(beside=3, initial=False)
+    inputs = layer.make(Pack("row", (12,)), torch.float32)
+    inputs["zxbcdt"] = torch.cat([inputs["zxbcdt"], inputs["zxbcdt"] + 1])
+    seq_idx = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3, [0] * 12])
+    inputs["zxbcdt"][seq_idx < 0] = torch.nan
+    results = run_with_gradients(lambda leaves: layer.run(leaves, seq_idx=seq_idx), inputs)
+    assert not results["out"][seq_idx < 0].any() and not results["dzxbcdt"][seq_idx < 0].any()
+    assert all(torch.isfinite(value).all() for value in results.values())
 
 
 def test_fused_returns_what_upstream_returns(kernel):

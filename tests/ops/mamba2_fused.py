@@ -94,6 +94,7 @@ class Layer:
             y = torch.cat([F.silu(mlp[:, : self.beside]) * mlp[:, self.beside :], y], -1)
         if self.projection:
             y = F.linear(y, inputs["outproj_weight"], inputs["outproj_bias"])
+            y = torch.where(torch.arange(y.shape[0])[:, None] < cu_seqlens[-1], y, 0)
         return {"out": y[None], "final_states": states}
 
     def without_projection(self) -> "Layer":

@@ -97,6 +97,7 @@ def run_packed(
     if initial_state is not None:
         shape = (value_heads, key_dim, value_dim)
         initial_state = _checked_states(op, initial_state, packing, shape, q.device).to(wide)
+    q, k, v, g, beta = (packing.mask_padding(tensor, time_dim=1) for tensor in (q, k, v, g, beta))
     o, final_state = kernel(
         q.reshape(packing.tokens, key_heads, key_dim),
         k.reshape(packing.tokens, key_heads, key_dim),

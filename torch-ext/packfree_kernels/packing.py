@@ -63,15 +63,18 @@ class Packing:
         """The inverse of :meth:`spread_states`: the states of the real sequences."""
         return states if self.states is None else states[self.states]
 
-    def mask_padding(self, output: Tensor, time_dim: int) -> Tensor:
-        """``output`` ``[B, ..., T, ...]`` with 0 on padding between sequences; T is axis ``time_dim``.
+    def mask_padding(self, tensor: Tensor, time_dim: int) -> Tensor:
+        """``tensor`` ``[B, ..., T, ...]`` with 0 on padding between sequences; T is axis ``time_dim``.
 
-        Padding at the end needs no help: the kernels write 0 there.
+        For what goes into a kernel, where NaN on padding would reach the parameters' gradients, and for what comes out.
+        Padding at the end needs no help: the kernels do not read it and write 0 there.
         """
-        return output if self.live is None else _keep(self.live, output, time_dim)
+        return tensor if self.live is None else _keep(self.live, tensor, time_dim)
 
     def mask_all_padding(self, tensor: Tensor, time_dim: int) -> Tensor:
         """``tensor`` ``[B, ..., T, ...]`` with 0 on all padding, for what goes past the kernels."""
+        if self.live is None and reads_values(self.cu_seqlens) and int(self.cu_seqlens[-1]) == self.tokens:
+            return tensor
         before_end = torch.arange(self.tokens, device=tensor.device) < self.cu_seqlens[-1]
         return _keep(before_end if self.live is None else before_end & self.live, tensor, time_dim)
 

@@ -79,6 +79,7 @@ def causal_conv1d_fn(
         shape = (packing.num_states, channels, width - 1)
         check_shape(op, "final_states_out", final_states_out, shape, "[N, D, W - 1]")
 
+    x = packing.mask_padding(x, time_dim=2)
     channels_last = x.stride(1) == 1 and (x.stride(2) != 1 or channels > 1)
     inner = x.transpose(1, 2) if channels_last else x
     want_states = return_final_states or final_states_out is not None

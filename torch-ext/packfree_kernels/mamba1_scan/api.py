@@ -96,9 +96,11 @@ def selective_scan_fn(
         _check(op, "initial_states", initial_states, u, (packing.num_states, channels, states), "[S, D, N]")
         initial_states = packing.spread_states(initial_states)
 
+    u, delta = packing.mask_padding(u, time_dim=2), packing.mask_padding(delta, time_dim=2)
+    B, C = (x if x.dim() == 2 else packing.mask_padding(x, time_dim=3) for x in (B, C))
     channels_last = u.stride(1) == 1 and (u.stride(2) != 1 or channels > 1)
     delta, B, C = (_kernel_dtype(x, u) for x in (delta, B, C))
-    z = None if z is None else _kernel_dtype(z, u)
+    z = None if z is None else _kernel_dtype(packing.mask_padding(z, time_dim=2), u)
     y, last_states = ops.mamba1_scan_fwd(
         u,
         delta,
@@ -173,7 +175,7 @@ def mamba_inner_fn(
         seq_idx, cu_seqlens, position_ids: boundaries, as in :func:`selective_scan_fn`.
 
     Returns:
-        ``[B, T, H]``; the output projection's bias takes part on padding too.
+        ``[B, T, H]``, 0 on padding.
 
     Gradients: every tensor. Made of this package's convolution and scan and PyTorch's matrix products.
 
@@ -204,7 +206,7 @@ def mamba_inner_fn(
             if tensor is not None:
                 check_shape(op, f"{name}'s bias and norm", tensor, (states,), "[N]")
     cuts = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
-    resolve_packing(op, batch, length, xz.device, **cuts)
+    packing = resolve_packing(op, batch, length, xz.device, **cuts)
 
     x, z = xz.chunk(2, dim=1)
     taps = conv1d_weight[:, 0] if conv1d_weight.dim() == 3 else conv1d_weight
@@ -218,9 +220,10 @@ def mamba_inner_fn(
         C = _projected(parts.pop(0), C_proj_bias, c_rms_weight, b_c_dt_rms_eps)
     delta = _rms_norm(F.linear(low_rank, delta_proj_weight), dt_rms_weight, b_c_dt_rms_eps)
     y = selective_scan_fn(x, delta.transpose(1, 2), A, B, C, D, z, delta_bias, delta_softplus, **cuts)
-    if out_proj_bias is not None:
-        out_proj_bias = out_proj_bias.to(out_proj_weight.dtype)
-    return F.linear(y.transpose(1, 2), out_proj_weight, out_proj_bias)
+    if out_proj_bias is None:
+        return F.linear(y.transpose(1, 2), out_proj_weight)
+    out = F.linear(y.transpose(1, 2), out_proj_weight, out_proj_bias.to(out_proj_weight.dtype))
+    return packing.mask_all_padding(out, time_dim=1)
 
 
 def _projected(x: Tensor, bias: Optional[Tensor], norm: Optional[Tensor], eps: float) -> Tensor:

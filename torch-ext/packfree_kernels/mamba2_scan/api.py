@@ -113,6 +113,8 @@ def mamba_chunk_scan_combined(
         check_shape(op, "initial_states", initial_states, shape, "[N, H, P, S]")
         initial_states = packing.spread_states(initial_states.to(wide))
     want_states = return_final_states or return_varlen_states
+    x, dt, B, C = (packing.mask_padding(tensor, time_dim=1) for tensor in (x, dt, B, C))
+    z = None if z is None else packing.mask_padding(z, time_dim=1)
     y, states = ops.mamba2_scan_fwd(
         x.reshape(packing.tokens, heads, head_dim),
         dt.reshape(packing.tokens, heads).to(wide),

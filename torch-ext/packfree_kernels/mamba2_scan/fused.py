@@ -74,7 +74,7 @@ def mamba_split_conv1d_scan_combined(
 
     Returns:
         ``[B, T, E]``, or ``[B, T, M + H P]`` without a projection; with ``return_final_states`` also the states
-        ``[N, H, P, S]`` in fp32. Padding tokens give 0 before the projection, so its bias after it.
+        ``[N, H, P, S]`` in fp32. Padding tokens give 0.
 
     Precision: the scan and the norm compute in fp32; tensors between the steps have the dtype of ``zxbcdt``.
     Gradients: of every tensor but the boundaries.
@@ -100,9 +100,10 @@ def mamba_split_conv1d_scan_combined(
     _check_norm(rmsnorm_weight, inner, zxbcdt)
     _check_projection(outproj_weight, outproj_bias, beside // 2 + inner, zxbcdt)
 
-    mlp, z, xBC, dt = torch.split(zxbcdt, [beside, inner, convolved, heads], dim=-1)
     boundaries = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
     packing = resolve_packing(_OP, batch, length, zxbcdt.device, **boundaries)
+    # Unlike the rest, the MLP and the norm's gate go past the kernels.
+    mlp, z, xBC, dt = torch.split(zxbcdt, [beside, inner, convolved, heads], dim=-1)
     xBC = causal_conv1d_fn(
         xBC.transpose(1, 2), conv1d_weight, conv1d_bias, activation=activation, **boundaries
     ).transpose(1, 2)
@@ -128,12 +129,15 @@ def mamba_split_conv1d_scan_combined(
     out, states = scanned if return_final_states else (scanned, None)
     out = out.reshape(batch, length, inner)
     if rmsnorm_weight is not None:
+        z = packing.mask_all_padding(z, time_dim=1)
         out = _gated_norm(out, z, rmsnorm_weight, rmsnorm_eps, ngroups, norm_before_gate)
     if beside:
         gate, value = packing.mask_all_padding(mlp, time_dim=1).chunk(2, dim=-1)
         out = torch.cat([F.silu(gate) * value, out], dim=-1)
     if outproj_weight is not None:
         out = F.linear(out, outproj_weight, outproj_bias)
+        if outproj_bias is not None:
+            out = packing.mask_all_padding(out, time_dim=1)
     return (out, states) if return_final_states else out
 
 
