@@ -4,7 +4,7 @@ An op that has neither says which function serves it elsewhere.
 """
 
 from importlib import import_module
-from typing import Callable, Dict, Set
+from typing import Callable, Dict, Set, Tuple
 
 import torch
 
@@ -12,6 +12,9 @@ from ._ops import add_op_namespace_prefix
 
 # Op -> module of this package with the function of the op's name and schema that runs it by Triton kernels.
 TRITON: Dict[str, str] = {}
+
+# Ops whose CUDA implementation this module has registered.
+_given: Set[str] = set()
 
 # Beginning of an op's name -> what to use on a GPU.
 _ON_A_GPU: Dict[str, str] = {
@@ -44,6 +47,24 @@ def _refusal(name: str):
     return refuse
 
 
+def _compiled_for_cuda() -> Set[str]:
+    return _names_with_kernel("CUDA") - _given
+
+
+def served_devices() -> Tuple[str, ...]:
+    """Device types on which packed calls run. A CPU variant has no boundary conversions for a GPU."""
+    return ("cpu", "cuda") if "packing_from_offsets" in _compiled_for_cuda() else ("cpu",)
+
+
+def cuda_paths() -> Dict[str, str]:
+    """Op -> what serves it on CUDA tensors: compiled ahead, Triton, or nothing."""
+    compiled = _compiled_for_cuda()
+    return {
+        name: "CUDA C++" if name in compiled else "Triton" if name in TRITON else "not served"
+        for name in sorted(_names_with_kernel("CPU"))
+    }
+
+
 def triton_implementation(name: str) -> Callable:
     """The function that runs op ``name`` by Triton kernels.
 
@@ -72,6 +93,7 @@ def serve_cuda() -> None:
 
     The latter raises NotImplementedError and names the way out.
     """
-    for name in sorted(_names_with_kernel("CPU") - _names_with_kernel("CUDA")):
+    for name in sorted(_names_with_kernel("CPU") - _compiled_for_cuda() - _given):
         serve = _served_by_triton(name) if name in TRITON else _refusal(name)
         torch.library.impl(add_op_namespace_prefix(name), "cuda", serve)
+        _given.add(name)

@@ -90,11 +90,14 @@ def _type_of(value: object) -> str:
     return str(value.dtype).replace("torch.", "") if isinstance(value, Tensor) else repr(value)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are values to look at: not while tracing. On a GPU a look is a sync."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor))
+
+
 def reads_values(tensor: Tensor) -> bool:
     """Whether boundary values may be looked at: free on a CPU, a sync on a GPU, impossible while tracing."""
-    if torch.compiler.is_compiling() or tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor):
-        return False
-    return tensor.device.type == "cpu" or os.environ.get("PACKFREE_DEBUG") == "1"
+    return has_values(tensor) and (tensor.device.type == "cpu" or os.environ.get("PACKFREE_DEBUG") == "1")
 
 
 def check_cu_seqlens(

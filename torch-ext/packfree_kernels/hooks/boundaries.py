@@ -118,8 +118,12 @@ def _cache_error(op: str, call: Call, cache: str) -> ValueError:
 
 
 def _masks_something(mask: Tensor) -> bool:
-    """Whether a ``[B, T]`` mask hides a token. While tracing, the graph gets the check and fails where it does."""
-    if packing.reads_values(mask):
+    """Whether a ``[B, T]`` mask hides a token. While tracing, the graph gets the check and fails where it does.
+
+    On a GPU this waits for the mask, the only look that a packed call takes there: a failed check would end the
+    process.
+    """
+    if packing.has_values(mask):
         return not bool(mask.all())
     torch._assert_async(mask.bool().all(), "attention_mask must mask nothing in a packed call")
     return False
@@ -181,7 +185,9 @@ def _from_positions(model: Any, op: str, call: Call, batch: _Batch) -> Optional[
     starts = packing.starts_from_position_ids(positions)
     mask = call.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == starts.shape else None
-    if not packing.reads_values(positions):
+    # Beside a mask or a wish for a cache the values decide, on a GPU too; without them a pack is a pack.
+    decided_by_values = mask is not None or cache is not None
+    if not (packing.has_values(positions) if decided_by_values else packing.reads_values(positions)):
         return _from_traced_positions(op, call, batch, positions, starts, mask, cache)
     # Padding starts "sequences" of its own; what counts is where real tokens start.
     real_starts = starts if mask is None else starts & mask.bool()

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from .. import packing
 from .._checks import type_error, value_error
+from .._devices import served_devices
 from ..causal_conv1d.api import WIDTHS
 from . import context, recompute
 
 # Device types on which our functions run. Calls elsewhere keep the stock path with their keywords untouched.
-SUPPORTED_DEVICES = ("cpu",)
+SUPPORTED_DEVICES = served_devices()
 
 
 def supported(device: torch.device) -> bool:

@@ -3,10 +3,13 @@
 import importlib
 import json
 import os
+import textwrap
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Tuple
 
 import torch
+
+from .._devices import cuda_paths, served_devices
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -28,6 +31,8 @@ class HooksStatus:
         variant: folder of this build, for example ``torch-stable-abi211-cpu-x86_64-linux``.
         kernel_id: the build's id.
         cpu_tier: instruction tier that the CPU kernels use, or None where it cannot be asked.
+        cuda: op -> what serves it on CUDA tensors: ``"CUDA C++"``, ``"Triton"`` or ``"not served"``. Empty in a CPU
+            variant, which leaves packed calls on a GPU to transformers.
         fallbacks: what serves with less than it could, one sentence each; importing the package warns of them.
     """
 
@@ -43,6 +48,7 @@ class HooksStatus:
     variant: str = field(default_factory=lambda: variant())
     kernel_id: Optional[str] = field(default_factory=lambda: kernel_id())
     cpu_tier: Optional[str] = field(default_factory=lambda: cpu_tier())
+    cuda: Dict[str, str] = field(default_factory=lambda: cuda_paths() if "cuda" in served_devices() else {})
 
     @property
     def fallbacks(self) -> Tuple[str, ...]:
@@ -73,6 +79,9 @@ class HooksStatus:
             f"  transformers   {self.transformers or 'not imported'} (hooks checked against {checked})",
             f"  attention      {', '.join(self.attention) or 'no model uses it yet'}",
         ]
+        for path in sorted(set(self.cuda.values())):
+            names = ", ".join(name for name, serves in self.cuda.items() if serves == path)
+            lines += textwrap.wrap(f"  CUDA           {names}: {path}", 100, subsequent_indent=" " * 17)
         lines += [f"  fallback       {sentence}" for sentence in self.fallbacks]
         for title, table in (("served", self.functions), ("not served", self.not_served)):
             for name, modules in table.items():

@@ -183,8 +183,8 @@ def selective_state_update(
     if x.dim() not in (2, 3):
         raise value_error(op, "x", "have shape [B, H, P] or [B, P]", tuple(x.shape))
     check_dtype(op, "x", x, _DTYPES)
-    if x.device.type not in ("cpu", "meta"):
-        raise value_error(op, "x", "be on a CPU", x.device)
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise value_error(op, "x", "be on a CPU or a GPU", x.device)
     has_heads = x.dim() == 3
     letters = "[B, H, P" if has_heads else "[B, P"
     check_tensor(op, "state", state, x.dim() + 1)
@@ -253,8 +253,8 @@ def _check_tokens(
     """Everything about the tensors that run along the tokens, and A."""
     check_tensor(op, "x", x, 4)
     check_dtype(op, "x", x, _DTYPES)
-    if x.device.type not in ("cpu", "meta"):
-        raise value_error(op, "x", "be on a CPU", x.device)
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise value_error(op, "x", "be on a CPU or a GPU", x.device)
     batch, length, heads, head_dim = x.shape
     if heads < 1 or head_dim < 1:
         raise value_error(op, "x", "have at least one head and a head_dim of at least 1", tuple(x.shape))
