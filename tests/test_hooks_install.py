@@ -141,6 +141,7 @@ def test_a_second_build_does_not_stack(kernel, tmp_path):
     sys.modules["other_packfree_build"] = module
     spec.loader.exec_module(module)
     other = importlib.import_module("other_packfree_build.hooks")
+    load("lfm2")
     before = snapshot()
     status = other.install_hooks()
     assert not status.installed and kernel.__name__ in status.reason
