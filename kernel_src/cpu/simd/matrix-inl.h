@@ -58,12 +58,14 @@ PACKFREE_INLINE void LoadMatrixPairs(const bf16* pairs) {
   _tile_loadd(6, pairs, kMatrixColumns * 4);
   if (kTwoColumns) _tile_loadd(7, pairs + 32, kMatrixColumns * 4);
 }
-template <bool kTwoRows, bool kTwoColumns>
-PACKFREE_INLINE void AddMatrixTiles() {
+template <bool kTwoRows, bool kTwoColumns, class Work, class Sum>
+PACKFREE_INLINE void AddMatrixTiles(Work& work, Sum& sum) {
   _tile_dpbf16ps(0, 4, 6);
   if (kTwoColumns) _tile_dpbf16ps(1, 4, 7);
   if (kTwoRows) _tile_dpbf16ps(2, 5, 6);
   if (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
+  work.Step();
+  sum.Step();
 }
 
 template <bool kTwoRows, bool kTwoColumns>
@@ -76,11 +78,53 @@ PACKFREE_INLINE void StoreMatrixTiles(float* c, int64_t ldc) {
   if (kTwoRows && kTwoColumns) _tile_stored(3, lower + 16, c_bytes);
 }
 
+// Adds a tile's product to its target while the unit is busy with the next tile: a few registers between its products.
+struct DeferredSum {
+  alignas(64) float product[2 * kMatrixRows * 32];  // of the tile that was multiplied last
+  float* target;                                    // what is not added yet goes there; null if all is
+  int64_t ld;
+  int rows, columns, row;
+
+  PACKFREE_INLINE void Start() { target = nullptr; }
+  // The next kRegisters registers, or all with kRegisters = 0.
+  template <int kRegisters>
+  PACKFREE_INLINE void Add() {
+    constexpr int L = kLanes<float>;
+    for (int done = 0; target != nullptr && (kRegisters == 0 || done < kRegisters); ++row) {
+      float* sum = target + row * ld;
+      const float* from = product + row * columns;
+      for (int j = 0; j < columns; j += L, ++done) Store(sum + j, Load<float>(sum + j) + Load<float>(from + j));
+      if (row + 1 == rows) target = nullptr;
+    }
+  }
+  PACKFREE_INLINE void Step() { Add<4>(); }
+  PACKFREE_INLINE void Finish() { Add<0>(); }
+  // Takes the tile that has just been multiplied; what was there must be added.
+  template <bool kTwoRows, bool kTwoColumns>
+  PACKFREE_INLINE void Take(float* c, int64_t ldc) {
+    rows = kTwoRows ? 32 : 16;
+    columns = kTwoColumns ? 32 : 16;
+    StoreMatrixTiles<kTwoRows, kTwoColumns>(product, columns);
+    target = c;
+    ld = ldc;
+    row = 0;
+  }
+};
+struct NoSum {
+  PACKFREE_INLINE void Start() {}
+  PACKFREE_INLINE void Step() {}
+  PACKFREE_INLINE void Finish() {}
+  template <bool kTwoRows, bool kTwoColumns>
+  PACKFREE_INLINE void Take(float* c, int64_t ldc) {
+    StoreMatrixTiles<kTwoRows, kTwoColumns>(c, ldc);
+  }
+};
+
 // c[16 or 32 rows, 16 or 32 columns] = or += a b. The small products of parts come first. Floats are summed from 0 and
-// meet the target once: with six products the target would be rounded six times as often.
-template <Into kInto, int kParts, bool kTwoRows, bool kTwoColumns, class Work>
+// meet the target once, by way of `sum`: with six products the target would be rounded six times as often.
+template <Into kInto, int kParts, bool kTwoRows, bool kTwoColumns, class Work, class Sum>
 inline void MultiplyMatrixTiles(int64_t depth, const MatrixOperand& a, const bf16* pairs, int64_t pairs_part, float* c,
-                                int64_t ldc, Work& work) {
+                                int64_t ldc, Work& work, Sum& sum) {
   FinishStores(pairs);
   if (kInto == Into::kOverwrite || kParts > 1) {
     _tile_zero(0);
@@ -98,75 +142,59 @@ inline void MultiplyMatrixTiles(int64_t depth, const MatrixOperand& a, const bf1
   for (int64_t k = 0; k < depth; k += kMatrixDepth) {
     const bf16* rows = a.data + k;
     const bf16* b = pairs + k * kMatrixColumns;
+    LoadMatrixRows<kTwoRows>(rows, a.ld);
     if constexpr (kParts == 3) {
-      LoadMatrixRows<kTwoRows>(rows, a.ld);
       LoadMatrixPairs<kTwoColumns>(b + 2 * pairs_part);
-      AddMatrixTiles<kTwoRows, kTwoColumns>();
-      work.Step();
+      AddMatrixTiles<kTwoRows, kTwoColumns>(work, sum);
       LoadMatrixPairs<kTwoColumns>(b + pairs_part);
-      AddMatrixTiles<kTwoRows, kTwoColumns>();
-      work.Step();
+      AddMatrixTiles<kTwoRows, kTwoColumns>(work, sum);
       LoadMatrixRows<kTwoRows>(rows + a.part, a.ld);
-      AddMatrixTiles<kTwoRows, kTwoColumns>();
-      work.Step();
+      AddMatrixTiles<kTwoRows, kTwoColumns>(work, sum);
       LoadMatrixPairs<kTwoColumns>(b);
-      AddMatrixTiles<kTwoRows, kTwoColumns>();
-      work.Step();
+      AddMatrixTiles<kTwoRows, kTwoColumns>(work, sum);
       LoadMatrixRows<kTwoRows>(rows + 2 * a.part, a.ld);
-      AddMatrixTiles<kTwoRows, kTwoColumns>();
-      work.Step();
+      AddMatrixTiles<kTwoRows, kTwoColumns>(work, sum);
       LoadMatrixRows<kTwoRows>(rows, a.ld);
-      AddMatrixTiles<kTwoRows, kTwoColumns>();
-      work.Step();
+      AddMatrixTiles<kTwoRows, kTwoColumns>(work, sum);
     } else {
-      LoadMatrixRows<kTwoRows>(rows, a.ld);
       LoadMatrixPairs<kTwoColumns>(b);
-      AddMatrixTiles<kTwoRows, kTwoColumns>();
-      work.Step();
+      AddMatrixTiles<kTwoRows, kTwoColumns>(work, sum);
     }
   }
-  if (kInto == Into::kOverwrite || kParts == 1) {
-    StoreMatrixTiles<kTwoRows, kTwoColumns>(c, ldc);
-    return;
-  }
-  constexpr int kRows = kTwoRows ? 32 : 16, kColumns = kTwoColumns ? 32 : 16;
-  alignas(64) float product[kRows * kColumns];
-  StoreMatrixTiles<kTwoRows, kTwoColumns>(product, kColumns);
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kColumns; j += kLanes<float>) {
-      float* target = c + i * ldc + j;
-      Store(target, Load<float>(target) + Load<float>(product + i * kColumns + j));
-    }
-  }
+  sum.Finish();
+  sum.template Take<kTwoRows, kTwoColumns>(c, ldc);
 }
 
-template <Into kInto, int kParts, bool kTwoColumns, class Work>
+template <Into kInto, int kParts, bool kTwoColumns, class Work, class Sum>
 inline void MultiplyMatrixColumns(int64_t rows, int64_t depth, MatrixOperand a, const bf16* pairs, int64_t pairs_part,
-                                  float* c, int64_t ldc, Work& work) {
+                                  float* c, int64_t ldc, Work& work, Sum& sum) {
   int64_t i = 0;
   for (; i + kMatrixRows < rows; i += 2 * kMatrixRows) {
-    MultiplyMatrixTiles<kInto, kParts, true, kTwoColumns>(depth, a, pairs, pairs_part, c + i * ldc, ldc, work);
+    MultiplyMatrixTiles<kInto, kParts, true, kTwoColumns>(depth, a, pairs, pairs_part, c + i * ldc, ldc, work, sum);
     a.data += 2 * kMatrixRows * a.ld;
   }
   if (i >= rows) return;
-  MultiplyMatrixTiles<kInto, kParts, false, kTwoColumns>(depth, a, pairs, pairs_part, c + i * ldc, ldc, work);
+  MultiplyMatrixTiles<kInto, kParts, false, kTwoColumns>(depth, a, pairs, pairs_part, c + i * ldc, ldc, work, sum);
 }
 
 // c[rows, 0:columns] = or += a b; columns are rounded up to 16. Every element sums over k in the same order, whatever
 // tile it falls into.
 // work.Step(), a little work for the vector units, is called after every four products of tiles: these take the matrix
 // unit 64 cycles, and a core looks only a few hundred instructions ahead, so the two units only overlap if they
-// alternate.
+// alternate. Sums of products are such work as well.
 template <Into kInto, int kParts, class Work>
 inline void MultiplyMatrix(int64_t rows, int64_t depth, const MatrixOperand& a, const bf16* pairs, int64_t pairs_part,
                            float* c, int64_t ldc, int64_t columns, Work&& work) {
+  std::conditional_t<kInto == Into::kAdd && (kParts > 1), DeferredSum, NoSum> sum;
+  sum.Start();
   int64_t j = 0;
   for (; j + 16 < columns; j += 32) {
-    MultiplyMatrixColumns<kInto, kParts, true>(rows, depth, a, pairs + 2 * j, pairs_part, c + j, ldc, work);
+    MultiplyMatrixColumns<kInto, kParts, true>(rows, depth, a, pairs + 2 * j, pairs_part, c + j, ldc, work, sum);
   }
   if (j < columns) {
-    MultiplyMatrixColumns<kInto, kParts, false>(rows, depth, a, pairs + 2 * j, pairs_part, c + j, ldc, work);
+    MultiplyMatrixColumns<kInto, kParts, false>(rows, depth, a, pairs + 2 * j, pairs_part, c + j, ldc, work, sum);
   }
+  sum.Finish();
 }
 
 // x as the sum of bf16: each part stands in the upper halves of its words; the lower halves of the last are anything.
