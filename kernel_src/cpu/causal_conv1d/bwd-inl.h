@@ -59,7 +59,8 @@ PACKFREE_INLINE void InputGradient(const ConvFilter<Acc, W>& filter, const Acc* 
 // Gradient of the initial state of one lane group: it stands W - 1 tokens before the sequence, and in a sequence that
 // is shorter than that, some of it is the final state too.
 template <class Acc, int W, bool kChannelsLast>
-inline void StateGradient(const ConvBackwardArgs& args, int64_t sequence, int64_t channel, int channels, const Acc* dz) {
+inline void StateGradient(const ConvBackwardArgs& args, int64_t sequence, int64_t channel, int channels,
+                          const Acc* dz) {
   constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
   const Acc* weight = static_cast<const Acc*>(args.weight) + channel;
   const int64_t row = (sequence * args.channels + channel) * (W - 1);
@@ -107,8 +108,8 @@ inline void BackwardBlock(const ConvBackwardArgs& args, const SequenceBlock& blo
       Acc window[kWindowRegisters<W> * kLanes<Acc>] = {};
       LoadWindow<Acc, W, kChannelsLast>(args, block.sequence, channel + c, present, x_c, head, window);
       const Acc* window_x = window + (W - 1) * kToken;
-      BackwardTokens<Acc, W, kChannelsLast, true>(filter, args.silu, window_x, kToken, dy_c, dy_token, dz, head, present,
-                                                  &gradient);
+      BackwardTokens<Acc, W, kChannelsLast, true>(filter, args.silu, window_x, kToken, dy_c, dy_token, dz, head,
+                                                  present, &gradient);
       begin = head;
     }
     BackwardTokens<Acc, W, kChannelsLast, true>(filter, args.silu, x_c + begin * x_token, x_token,

@@ -42,8 +42,8 @@ PACKFREE_INLINE int LanesAt(int64_t t, int64_t tokens, int channels) {
 
 // y of `tokens` consecutive tokens of one lane group. x[-1], ..., x[-(W - 1)] (in tokens) are readable.
 template <class Acc, int W, bool kChannelsLast, class Source, class Elem>
-PACKFREE_INLINE void ForwardTokens(const ConvFilter<Acc, W>& filter, bool silu, const Source* x, int64_t x_token, Elem* y,
-                                   int64_t y_token, int64_t tokens, int channels) {
+PACKFREE_INLINE void ForwardTokens(const ConvFilter<Acc, W>& filter, bool silu, const Source* x, int64_t x_token,
+                                   Elem* y, int64_t y_token, int64_t tokens, int channels) {
   constexpr int64_t kStep = kChannelsLast ? 1 : kLanes<Acc>;
   for (int64_t t = 0; t < tokens; t += kStep) {
     const int lanes = LanesAt<Acc, kChannelsLast>(t, tokens, channels);
@@ -125,8 +125,8 @@ inline void ForwardBlock(const ConvForwardArgs& args, const SequenceBlock& block
       Acc window[kWindowRegisters<W> * kLanes<Acc>] = {};
       LoadWindow<Acc, W, kChannelsLast>(args, block.sequence, channel + c, present, x_c, head, window);
       constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
-      ForwardTokens<Acc, W, kChannelsLast>(filter, args.silu, static_cast<const Acc*>(window) + (W - 1) * kToken, kToken,
-                                           y_c, y_token, head, present);
+      ForwardTokens<Acc, W, kChannelsLast>(filter, args.silu, static_cast<const Acc*>(window) + (W - 1) * kToken,
+                                           kToken, y_c, y_token, head, present);
       begin = head;
     }
     ForwardTokens<Acc, W, kChannelsLast>(filter, args.silu, x_c + begin * x_token, x_token, y_c + begin * y_token,

@@ -15,7 +15,8 @@ inline void UpdateChannels(const ConvUpdateArgs& args, int64_t batch, int64_t ch
   const int64_t newest = circular ? (seen + length - 1) % length : length - 1;
 
   Vec<Acc> tap[W];
-  for (int k = 0; k < W; ++k) tap[k] = LoadUpTo<Acc>(static_cast<const Acc*>(args.weight) + k * args.channels + channel, channels);
+  const Acc* weight = static_cast<const Acc*>(args.weight) + channel;
+  for (int k = 0; k < W; ++k) tap[k] = LoadUpTo<Acc>(weight + k * args.channels, channels);
   Vec<Acc> bias = Zero<Acc>();
   if (args.bias != nullptr) bias = LoadUpTo<Acc>(static_cast<const Acc*>(args.bias) + channel, channels);
 

@@ -3,75 +3,99 @@
 //   dv = (P Z)^T dout    dP = Z (dout v^T)    dS = P (dP - delta)    dq = scale dS k    dk = scale dS^T q
 // and for a sink, a key whose value is 0: ds_aux = -sum over queries of P_sink delta.
 
-// Turns scores [rows, kTileColumns] into P Z and dscores, which holds dout v^T, into dS, both transposed and in the
-// form that Products wants, for the columns [column, column + kRegisters * lanes). lse is in units of log2.
-template <class Products, class Acc, bool kSoftcap, int kRegisters>
-inline void ScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t column, int64_t key_begin,
-                           int64_t rows, const ScoreScale<Acc>& scale, const Acc* lse, const Acc* delta, Acc* scores,
-                           Acc* dscores) {
-  constexpr int L = kLanes<Acc>;
-  Vec<Acc> log_sum[kRegisters], center[kRegisters];
-#pragma GCC unroll 4
-  for (int j = 0; j < kRegisters; ++j) {
-    log_sum[j] = Load<Acc>(lse + column + j * L);
-    center[j] = Load<Acc>(delta + column + j * L);
-  }
-  const bool dropout = args.dropout_p > 0;
-  const uint32_t threshold = DropoutThreshold(args.dropout_p);
-  const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t key = key_begin + r;
-    const bool masked = key < tile.all.begin || key >= tile.all.end;
-    Acc* row = scores + r * kTileColumns + column;
-    Acc* drow = dscores + r * kTileColumns + column;
-    Acc keep[kRegisters * L];
-    if (dropout) {
-      DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key), threshold, keep_scale, kRegisters * L, keep);
-    }
-    Vec<Acc> kept[kRegisters], ds[kRegisters];
+// One block's P Z and dS, both transposed, from scores and from dscores, which holds dout v^T, both
+// [rows, kTileColumns]; lse is in units of log2. They go to `kept` and `ds` in the form that Products wants, a few rows
+// a step, which may lie between the products of the block before.
+template <class Products, class Acc, bool kSoftcap>
+struct ScoreGradients {
+  const AttentionArgs& args;
+  const QueryTile<Acc>& tile;
+  const ScoreScale<Acc>& scale;
+  const Acc* lse;
+  const Acc* delta;
+  const Acc* scores;
+  const Acc* dscores;
+  int64_t key_begin, rows;
+  Acc* kept;
+  Acc* ds;
+  int64_t done;
+
+  // For the columns [column, column + kRegisters * lanes) of the rows [done, end).
+  template <int kRegisters>
+  PACKFREE_INLINE void Columns(int64_t column, int64_t end) {
+    constexpr int L = kLanes<Acc>;
+    Vec<Acc> log_sum[kRegisters], center[kRegisters];
 #pragma GCC unroll 4
     for (int j = 0; j < kRegisters; ++j) {
-      Vec<Acc> s = Load<Acc>(row + j * L), dp = Load<Acc>(drow + j * L), slope = Zero<Acc>();
-      if constexpr (kSoftcap) {
-        s = Tanh<Acc>(s * scale.inner);
-        slope = Acc(1) - s * s;
-      }
-      Vec<Acc> p = Exp2Any<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
-      if (masked) p = SelectVisible<Acc>(tile, column + j * L, key, p, Zero<Acc>());
-      kept[j] = p;
+      log_sum[j] = Load<Acc>(lse + column + j * L);
+      center[j] = Load<Acc>(delta + column + j * L);
+    }
+    const bool dropout = args.dropout_p > 0;
+    const uint32_t threshold = DropoutThreshold(args.dropout_p);
+    const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
+    for (int64_t r = done; r < end; ++r) {
+      const int64_t key = key_begin + r;
+      const bool masked = key < tile.all.begin || key >= tile.all.end;
+      const Acc* row = scores + r * kTileColumns + column;
+      const Acc* drow = dscores + r * kTileColumns + column;
+      Acc keep[kRegisters * L];
       if (dropout) {
-        dp = dp * Load<Acc>(keep + j * L);
-        kept[j] = p * Load<Acc>(keep + j * L);
+        DropoutKeep<Acc>(tile.dropout + column, static_cast<uint32_t>(key), threshold, keep_scale, kRegisters * L,
+                         keep);
       }
-      ds[j] = p * (dp - center[j]);
-      if constexpr (kSoftcap) ds[j] = ds[j] * slope;
-      if (masked) ds[j] = SelectVisible<Acc>(tile, column + j * L, key, ds[j], Zero<Acc>());
-    }
-    constexpr int kTogether = Products::kRegistersTogether;
+      Vec<Acc> probability[kRegisters], gradient[kRegisters];
 #pragma GCC unroll 4
-    for (int j = 0; j < kRegisters; j += kTogether) {
-      Products::StoreScores(r, column + j * L, kept[j], kept[j + kTogether - 1], scores);
-      Products::StoreScores(r, column + j * L, ds[j], ds[j + kTogether - 1], dscores);
+      for (int j = 0; j < kRegisters; ++j) {
+        Vec<Acc> s = Load<Acc>(row + j * L), dp = Load<Acc>(drow + j * L), slope = Zero<Acc>();
+        if constexpr (kSoftcap) {
+          s = Tanh<Acc>(s * scale.inner);
+          slope = Acc(1) - s * s;
+        }
+        Vec<Acc> p = Exp2Any<Acc>(MulAdd(s, Set<Acc>(scale.outer), -log_sum[j]));
+        if (masked) p = SelectVisible<Acc>(tile, column + j * L, key, p, Zero<Acc>());
+        probability[j] = p;
+        if (dropout) {
+          dp = dp * Load<Acc>(keep + j * L);
+          probability[j] = p * Load<Acc>(keep + j * L);
+        }
+        gradient[j] = p * (dp - center[j]);
+        if constexpr (kSoftcap) gradient[j] = gradient[j] * slope;
+        if (masked) gradient[j] = SelectVisible<Acc>(tile, column + j * L, key, gradient[j], Zero<Acc>());
+      }
+      constexpr int kTogether = Products::kRegistersTogether;
+#pragma GCC unroll 4
+      for (int j = 0; j < kRegisters; j += kTogether) {
+        Products::StoreScores(r, column + j * L, probability[j], probability[j + kTogether - 1], kept);
+        Products::StoreScores(r, column + j * L, gradient[j], gradient[j + kTogether - 1], ds);
+      }
     }
   }
-}
 
-template <class Products, class Acc, bool kSoftcap>
-inline void TileScoreGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, int64_t key_begin, int64_t rows,
-                               const ScoreScale<Acc>& scale, const Acc* lse, const Acc* delta, Acc* scores, Acc* dscores) {
-  constexpr int L = kLanes<Acc>;
-  const int64_t columns = Products::Columns(tile.columns);
-  int64_t c = 0;
-  for (; c + 4 * L <= columns; c += 4 * L) {
-    ScoreGradients<Products, Acc, kSoftcap, 4>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
+  __attribute__((noinline)) void Rows(int64_t end) {
+    constexpr int L = kLanes<Acc>, kTogether = Products::kRegistersTogether;
+    const int64_t columns = Products::Columns(tile.columns);
+    int64_t c = 0;
+    for (; c + 4 * L <= columns; c += 4 * L) Columns<4>(c, end);
+    for (; c < columns; c += kTogether * L) Columns<kTogether>(c, end);
+    done = end;
+    if (done < rows) return;
+    Products::FinishScores(rows, kept);
+    Products::FinishScores(rows, ds);
   }
-  constexpr int kTogether = Products::kRegistersTogether;
-  for (; c < columns; c += kTogether * L) {
-    ScoreGradients<Products, Acc, kSoftcap, kTogether>(args, tile, c, key_begin, rows, scale, lse, delta, scores, dscores);
+  PACKFREE_INLINE void Step() {
+    if (done < rows) Rows(done + Products::kRowsAStep < rows ? done + Products::kRowsAStep : rows);
   }
-  Products::FinishScores(rows, scores);
-  Products::FinishScores(rows, dscores);
-}
+  PACKFREE_INLINE void Finish() {
+    if (done < rows) Rows(rows);
+  }
+  PACKFREE_INLINE void Become(const ScoreGradients& other) {
+    key_begin = other.key_begin;
+    rows = other.rows;
+    kept = other.kept;
+    ds = other.ds;
+    done = other.done;
+  }
+};
 
 // sum over the value dim of dout * out for one query row, minus the gradient of its lse.
 template <class Elem, class Acc>
@@ -88,29 +112,6 @@ PACKFREE_INLINE Acc RowDelta(const AttentionBackwardArgs& args, const Elem* dout
   }
   const Acc delta = ReduceSum<Acc>(sum);
   return args.dlse == nullptr ? delta : delta - static_cast<const Acc*>(args.dlse)[lse_index];
-}
-
-// What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, delta.
-// `copy` is scratch for a tile's rows, `scratch` a block of scores.
-template <class Elem, class Acc>
-inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc sign, Acc* q_rows, Acc* qt, Acc* dout_rows, Acc* doutt, Acc* copy, Acc* lse,
-                             Acc* delta, Acc* scratch) {
-  constexpr Acc kLog2e = Acc(1.44269504088896340736);
-  using Products = BackwardProducts<Elem, Acc>;
-  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
-  Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), copy, dout_rows, doutt);
-  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, doutt, copy, scratch, delta);
-  Products::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, copy, q_rows, qt);
-  for (int64_t c = 0; c < kTileColumns; ++c) {
-    // Columns past the tile's end get probability 0.
-    lse[c] = static_cast<Acc>(__builtin_inf());
-    if (c >= tile.columns) continue;
-    const int64_t m = tile.first + c, head = unit.kv_head * group + m % group;
-    const int64_t index = head * args.queries.tokens + bos + m / group;
-    lse[c] = static_cast<const Acc*>(args.lse)[index] * kLog2e;
-    if (args.dlse != nullptr) delta[c] -= static_cast<const Acc*>(args.dlse)[index];
-  }
 }
 
 // The ranges of keys [first, last) that some column of the tile sees; the empty span counts as none.
@@ -138,6 +139,100 @@ inline bool ExchangeQueryGradient(const KeySpan& ranges, int64_t range, int64_t 
   return last;
 }
 
+// What the products of a key range and a query tile read and write. The shapes are those of vector registers;
+// products_matrix-inl.h has the others.
+template <class Acc>
+struct GradientOperands {
+  Acc* keys;       // [range, key_dim]
+  Acc* values;     // [range, value_dim]
+  Acc* dkeys;      // [range, key_dim]
+  Acc* dvalues;    // [range, value_dim]
+  Acc* scores;     // [kKeyBlock, kTileColumns]
+  Acc* dscores;    // [kKeyBlock, kTileColumns]
+  Acc* q_rows;     // [kTileColumns, key_dim]
+  Acc* dout_rows;  // [kTileColumns, value_dim]
+  Acc* qt;         // [K, kTileColumns]
+  Acc* doutt;      // [V, kTileColumns]
+  Acc* dqt;        // [K, kTileColumns]
+  Acc* copy;       // [kTileColumns, max(key_dim, value_dim)]
+  Acc* lse;        // [kTileColumns]
+  Acc* delta;      // [kTileColumns]
+  int64_t range_size;
+};
+
+// What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, delta.
+template <class Elem, class Acc>
+inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
+                             Acc sign, const GradientOperands<Acc>& on) {
+  constexpr Acc kLog2e = Acc(1.44269504088896340736);
+  using Products = BackwardProducts<Elem, Acc>;
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
+  Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), on.copy, on.dout_rows, on.doutt);
+  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, on.doutt, on.copy, on.scores, on.delta);
+  Products::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, on.copy, on.q_rows, on.qt);
+  for (int64_t c = 0; c < kTileColumns; ++c) {
+    // Columns past the tile's end get probability 0.
+    on.lse[c] = static_cast<Acc>(__builtin_inf());
+    if (c >= tile.columns) continue;
+    const int64_t m = tile.first + c, head = unit.kv_head * group + m % group;
+    const int64_t index = head * args.queries.tokens + bos + m / group;
+    on.lse[c] = static_cast<const Acc*>(args.lse)[index] * kLog2e;
+    if (args.dlse != nullptr) on.delta[c] -= static_cast<const Acc*>(args.dlse)[index];
+  }
+}
+
+// scores = k q^T, dscores = v dout^T for the rows from `first` on, and what makes P Z and dS of them.
+template <class Products, class Acc, bool kSoftcap>
+PACKFREE_INLINE ScoreGradients<Products, Acc, kSoftcap> BlockScores(const AttentionArgs& args,
+                                                                    const QueryTile<Acc>& tile,
+                                                                    const ScoreScale<Acc>& scale,
+                                                                    const GradientOperands<Acc>& on, int64_t first,
+                                                                    int64_t key_begin, int64_t rows) {
+  const int64_t columns = Products::Columns(tile.columns), parity = key_begin / Products::kBlock % 2;
+  Products::Scores(first, rows, columns, args.K, on.range_size, on.keys, on.qt, on.scores);
+  Products::Scores(first, rows, columns, args.V, on.range_size, on.values, on.doutt, on.dscores);
+  return {args, tile, scale, on.lse, on.delta, on.scores, on.dscores, key_begin, rows,
+          Products::Gradients(on.scores, parity), Products::Gradients(on.dscores, parity), 0};
+}
+
+// dv += (P Z)^T dout, dk += dS^T q, dq^T += k^T dS^T for the rows from `first` on; `work` goes on beside them.
+template <class Products, class Acc, class Gradients, class Work>
+PACKFREE_INLINE void AddBlock(const AttentionArgs& args, const GradientOperands<Acc>& on, const Gradients& block,
+                              int64_t first, Work&& work) {
+  const int64_t columns = Products::Columns(block.tile.columns), rows = block.rows;
+  Products::AddToKeys(first, rows, columns, args.V, block.kept, on.dout_rows, on.dvalues, work);
+  Products::AddToKeys(first, rows, columns, args.K, block.ds, on.q_rows, on.dkeys, work);
+  Products::AddToQueries(first, rows, columns, args.K, on.range_size, on.keys, block.ds, on.copy, on.dqt, work);
+}
+
+// The tile's part of the gradients by the keys [begin, end) of a range that starts at range_begin.
+template <class Products, class Acc, bool kSoftcap>
+void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale,
+                      const GradientOperands<Acc>& on, int64_t range_begin, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = Products::kBlock;
+  int64_t block = begin / kBlock * kBlock;
+  int64_t from = Products::kWholeBlocks ? block : begin;
+  int64_t to = block + kBlock < end ? block + kBlock : end;
+  auto here = BlockScores<Products, Acc, kSoftcap>(args, tile, scale, on, from - range_begin, from, to - from);
+  here.Finish();
+  for (block += kBlock; block < end; block += kBlock) {
+    const int64_t first = from - range_begin;
+    from = block;
+    to = block + kBlock < end ? block + kBlock : end;
+    if constexpr (Products::kOverlaps) {
+      auto next = BlockScores<Products, Acc, kSoftcap>(args, tile, scale, on, from - range_begin, from, to - from);
+      AddBlock<Products>(args, on, here, first, next);
+      next.Finish();
+      here.Become(next);
+    } else {
+      AddBlock<Products>(args, on, here, first, NoWork());
+      here.Become(BlockScores<Products, Acc, kSoftcap>(args, tile, scale, on, from - range_begin, from, to - from));
+      here.Finish();
+    }
+  }
+  AddBlock<Products>(args, on, here, from - range_begin, NoWork());
+}
+
 template <class Elem, class Acc>
 void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryGradientExchange& exchange,
                   void* scratch) {
@@ -149,25 +244,15 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   const int64_t range_begin = unit.range * range_size;
   const int64_t keys_left = args.keys.length(unit.sequence) - range_begin;
   const int64_t range_end = range_begin + (keys_left < range_size ? keys_left : range_size);
-  const bool softcap = args.softcap > 0;
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   const Acc final_scale = static_cast<Acc>(args.softmax_scale);
   Acc* base = static_cast<Acc*>(scratch);
-  // The shapes of operands are those of vector registers; products_matrix-inl.h has the others.
-  Acc* keys = base + layout.keys;            // [range, key_dim]
-  Acc* values = base + layout.values;        // [range, value_dim]
-  Acc* dkeys = base + layout.dkeys;          // [range, key_dim]
-  Acc* dvalues = base + layout.dvalues;      // [range, value_dim]
-  Acc* scores = base + layout.scores;        // [kKeyBlock, kTileColumns]
-  Acc* dscores = base + layout.dscores;      // [kKeyBlock, kTileColumns]
-  Acc* q_rows = base + layout.q_rows;        // [kTileColumns, key_dim]
-  Acc* dout_rows = base + layout.dout_rows;  // [kTileColumns, value_dim]
-  Acc* qt = base + layout.qt;                // [K, kTileColumns]
-  Acc* doutt = base + layout.doutt;          // [V, kTileColumns]
-  Acc* dqt = base + layout.dqt;              // [K, kTileColumns]
-  Acc* copy = base + layout.copy;            // [kTileColumns, max(key_dim, value_dim)]
-  Acc* lse = base + layout.column_info;      // [kTileColumns]
-  Acc* delta = lse + kTileColumns;           // [kTileColumns]
+  Acc* column_info = base + layout.column_info;
+  const GradientOperands<Acc> on{
+      base + layout.keys,    base + layout.values, base + layout.dkeys,        base + layout.dvalues,
+      base + layout.scores,  base + layout.dscores, base + layout.q_rows,      base + layout.dout_rows,
+      base + layout.qt,      base + layout.doutt,  base + layout.dqt,          base + layout.copy,
+      column_info,           column_info + kTileColumns, range_size};
 
   const int64_t count = range_end - range_begin;
   using Products = BackwardProducts<Elem, Acc>;
@@ -175,64 +260,51 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   Products::LoadKeys(count, args.K,
                      static_cast<const Elem*>(args.k.data) + (k_bos + range_begin) * args.k.token_stride +
                          unit.kv_head * args.k.head_stride,
-                     args.k.token_stride, keys, range_size, scores);
+                     args.k.token_stride, on.keys, range_size, on.scores);
   Products::LoadValues(count, args.V,
                        static_cast<const Elem*>(args.v.data) + (k_bos + range_begin) * args.v.token_stride +
                            unit.kv_head * args.v.head_stride,
-                       args.v.token_stride, values, range_size);
-  ClearTile(count, args.K, dkeys, key_dim);
-  ClearTile(count, args.V, dvalues, value_dim);
+                       args.v.token_stride, on.values, range_size);
+  ClearTile(count, args.K, on.dkeys, key_dim);
+  ClearTile(count, args.V, on.dvalues, value_dim);
 
   const int64_t tile_count = TileCount(args, unit.sequence);
   for (int64_t t = 0; t < tile_count; ++t) {
     QueryTile<Acc> tile;
-    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, t, delta + kTileColumns, &tile);
+    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, t, on.delta + kTileColumns, &tile);
     const KeySpan ranges = TileRanges(tile, range_size);
     // Range 0 also answers for tiles that see no key at all: their dq is 0.
     const bool unseen = ranges.begin == ranges.end && unit.range == 0;
     if (!unseen && (unit.range < ranges.begin || unit.range >= ranges.end)) continue;
-    ClearTile(args.K, kTileColumns, dqt, kTileColumns);
-    const int64_t seen_begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
-    const int64_t seen_end = tile.some.end < range_end ? tile.some.end : range_end;
+    ClearTile(args.K, kTileColumns, on.dqt, kTileColumns);
     if (!unseen) {
-      LoadGradientTile<Elem>(args, unit, tile, scale.sign, q_rows, qt, dout_rows, doutt, copy, lse, delta, scores);
-    }
-    constexpr int64_t kBlock = Products::kBlock;
-    const int64_t columns = Products::Columns(tile.columns);
-    for (int64_t block = seen_begin / kBlock * kBlock; !unseen && block < seen_end; block += kBlock) {
-      const int64_t begin = Products::kWholeBlocks || block > seen_begin ? block : seen_begin;
-      const int64_t end = block + kBlock < seen_end ? block + kBlock : seen_end;
-      const int64_t rows = end - begin, first = begin - range_begin;
-      // scores = k q^T, dscores = v dout^T
-      Products::Scores(first, rows, columns, args.K, range_size, keys, qt, scores);
-      Products::Scores(first, rows, columns, args.V, range_size, values, doutt, dscores);
-      if (softcap) {
-        TileScoreGradients<Products, Acc, true>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
+      LoadGradientTile<Elem>(args, unit, tile, scale.sign, on);
+      const int64_t begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
+      const int64_t end = tile.some.end < range_end ? tile.some.end : range_end;
+      if (args.softcap > 0) {
+        AddTileGradients<Products, Acc, true>(args, tile, scale, on, range_begin, begin, end);
       } else {
-        TileScoreGradients<Products, Acc, false>(args, tile, begin, rows, scale, lse, delta, scores, dscores);
+        AddTileGradients<Products, Acc, false>(args, tile, scale, on, range_begin, begin, end);
       }
-      // dv += (P Z)^T dout, dk += dS^T q, dq^T += k^T dS^T
-      Products::AddToKeys(first, rows, columns, args.V, scores, dout_rows, dvalues);
-      Products::AddToKeys(first, rows, columns, args.K, dscores, q_rows, dkeys);
-      Products::AddToQueries(first, rows, columns, args.K, range_size, keys, dscores, dqt);
     }
     bool whole = true;
     if (unit.first_state >= 0 && !unseen) {
       const int64_t elements = args.K * kTileColumns;
       whole = ExchangeQueryGradient<Acc>(ranges, unit.range, elements, exchange.arrived + unit.first_state + t,
-                                         static_cast<Acc*>(exchange.partial) + (unit.first_state + t) * elements, dqt);
+                                         static_cast<Acc*>(exchange.partial) + (unit.first_state + t) * elements,
+                                         on.dqt);
     }
     if (whole) {
-      StoreQueryColumns<Elem>(tile, dqt, final_scale, q_bos, group, unit.kv_head, args.H, args.K,
-                              static_cast<Elem*>(args.dq), q_rows);
+      StoreQueryColumns<Elem>(tile, on.dqt, final_scale, q_bos, group, unit.kv_head, args.H, args.K,
+                              static_cast<Elem*>(args.dq), on.q_rows);
     }
   }
 
   Products::Close();
-  StoreTile(count, args.K, dkeys, key_dim,
+  StoreTile(count, args.K, on.dkeys, key_dim,
             static_cast<Elem*>(args.dk) + ((k_bos + range_begin) * args.HK + unit.kv_head) * args.K, args.HK * args.K,
             final_scale);
-  StoreTile(count, args.V, dvalues, value_dim,
+  StoreTile(count, args.V, on.dvalues, value_dim,
             static_cast<Elem*>(args.dv) + ((k_bos + range_begin) * args.HK + unit.kv_head) * args.V, args.HK * args.V);
 }
 

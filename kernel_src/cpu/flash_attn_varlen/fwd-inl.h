@@ -230,8 +230,8 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
         const int64_t begin = Products::kWholeBlocks || step > seen_begin ? step : seen_begin;
         const int64_t rows_end = step + kStep < end ? step + kStep : end, count = rows_end - begin;
         if (softcap) {
-          ForwardStep<Products, Acc, true>(args, tile, scale, begin - block, begin, count, keys, values, qt, scores, max,
-                                           sum, ot);
+          ForwardStep<Products, Acc, true>(args, tile, scale, begin - block, begin, count, keys, values, qt, scores,
+                                           max, sum, ot);
         } else {
           ForwardStep<Products, Acc, false>(args, tile, scale, begin - block, begin, count, keys, values, qt, scores,
                                             max, sum, ot);

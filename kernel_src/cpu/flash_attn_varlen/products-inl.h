@@ -65,6 +65,8 @@ struct BackwardProducts {
   static constexpr bool kWholeBlocks = false;
   // Registers that StoreScores takes together.
   static constexpr int kRegistersTogether = 1;
+  // Whether the gradients of one block's scores are made beside the products of the block before it.
+  static constexpr bool kOverlaps = false;
 
   static PACKFREE_INLINE void Open() {}
   static PACKFREE_INLINE void Close() {}
@@ -112,20 +114,25 @@ struct BackwardProducts {
                                      const Acc* a, const Acc* bt, Acc* scores) {
     MultiplyRows(rows, columns, dim, a + first * PaddedDim(dim), PaddedDim(dim), bt, scores);
   }
-  // Where ScoreGradients puts registers of P Z or dS into a block of scores, and what has to follow the last row.
-  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<Acc> v, Vec<Acc> /*next*/, Acc* scores) {
-    Store(scores + row * kTileColumns + column, v);
+  // Where P Z or dS of a block of scores go, how ScoreGradients puts registers of them there, and what has to follow
+  // the last row. Neighbouring blocks have different parities.
+  static PACKFREE_INLINE Acc* Gradients(Acc* scores, int64_t /*parity*/) { return scores; }
+  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<Acc> v, Vec<Acc> /*next*/, Acc* target) {
+    Store(target + row * kTileColumns + column, v);
   }
-  static PACKFREE_INLINE void FinishScores(int64_t /*rows*/, Acc* /*scores*/) {}
+  static PACKFREE_INLINE void FinishScores(int64_t /*rows*/, Acc* /*target*/) {}
   // target[first + key, :] += sum over queries of scores[key, query] rows[query, :]: dv and dk
+  template <class Work>
   static PACKFREE_INLINE void AddToKeys(int64_t first, int64_t rows, int64_t columns, int64_t dim, const Acc* scores,
-                                        const Acc* query_rows, Acc* target) {
+                                        const Acc* query_rows, Acc* target, Work&& /*work*/) {
     Multiply<Into::kAdd>(rows, dim, columns, scores, kTileColumns, int64_t{1}, query_rows, PaddedDim(dim),
                          target + first * PaddedDim(dim), PaddedDim(dim));
   }
-  // dqt[:, query] += sum over keys of k[first + key, :] dscores[key, query]
+  // dqt[:, query] += sum over keys of k[first + key, :] dscores[key, query]. `copy` is scratch.
+  template <class Work>
   static PACKFREE_INLINE void AddToQueries(int64_t first, int64_t rows, int64_t columns, int64_t dim,
-                                           int64_t /*range_size*/, const Acc* keys, Acc* dscores, Acc* dqt) {
+                                           int64_t /*range_size*/, const Acc* keys, const Acc* dscores, Acc* /*copy*/,
+                                           Acc* dqt, Work&& /*work*/) {
     Multiply<Into::kAdd>(dim, columns, rows, keys + first * PaddedDim(dim), int64_t{1}, PaddedDim(dim), dscores,
                          kTileColumns, dqt, kTileColumns);
   }

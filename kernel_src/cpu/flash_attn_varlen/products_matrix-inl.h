@@ -172,8 +172,9 @@ struct ForwardProducts {
 //   keys    [R, P] by rows, then all parts of [dim, R] transposed      values  [R, P] by rows
 //   q_rows, dout_rows   by pairs of queries c and c + 16, one [32, 64, 2] for every 64 of dim
 //   qt, doutt           by pairs of the dim [P / 2, 64, 2]
-//   scores, dscores     float [64, 64], then P Z or dS by rows [64, 64] with queries c and c + 16 side by side, then dS by
-//                       pairs
+//   scores, dscores     float [64, 64], then P Z or dS, of two blocks, by rows [64, 64] with queries c and c + 16 side
+//                       by side
+//   copy                dS by pairs
 // For bf16, P Z and dS are rounded to bf16; dq, dk and dv are summed in float.
 template <class Elem, class Acc>
 struct BackwardProducts {
@@ -182,10 +183,11 @@ struct BackwardProducts {
   static constexpr int64_t kBlock = 64;
   static constexpr bool kWholeBlocks = true;
   static constexpr int kRegistersTogether = 2;
-  // Parts of a block of scores, in elements, and the offsets of both forms, in floats.
-  static constexpr int64_t kScoresPart = kBlock * kTileColumns;
-  static constexpr int64_t kRowsAt = kScoresPart, kPairsAt = kRowsAt + kSplit * kScoresPart / 2;
-  static_assert(kKeyBlock == 2 * kBlock && kTileColumns == kMatrixColumns);
+  static constexpr bool kOverlaps = true;
+  static constexpr int64_t kRowsAStep = kSplit == 1 ? 4 : 1;
+  // Elements of a part of a block of scores, and floats of all of them.
+  static constexpr int64_t kScoresPart = kBlock * kTileColumns, kGradients = kSplit * kScoresPart / 2;
+  static_assert(kScoresPart + 2 * kGradients <= 2 * kKeyBlock * kTileColumns && kTileColumns == kMatrixColumns);
 
   static PACKFREE_INLINE void Open() { OpenMatrixUnit(); }
   static PACKFREE_INLINE void Close() { CloseMatrixUnit(); }
@@ -232,33 +234,40 @@ struct BackwardProducts {
     MultiplyMatrix<Into::kOverwrite, kSplit>(rows, padded, {Parts(a) + first * padded, padded, range_size * padded},
                                              Parts(bt), padded * kTileColumns, scores, kTileColumns, columns, NoWork());
   }
-  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<float> v, Vec<float> next, float* scores) {
-    StorePairParts<kSplit>(Parts(scores, kRowsAt) + row * kTileColumns + column, kScoresPart, v, next);
+  static PACKFREE_INLINE float* Gradients(float* scores, int64_t parity) {
+    return scores + kScoresPart + parity * kGradients;
+  }
+  static PACKFREE_INLINE void StoreScores(int64_t row, int64_t column, Vec<float> v, Vec<float> next, float* target) {
+    StorePairParts<kSplit>(Parts(target) + row * kTileColumns + column, kScoresPart, v, next);
   }
   // Zeros behind the last key, for the products that round the number of keys up.
-  static PACKFREE_INLINE void FinishScores(int64_t rows, float* scores) {
+  static PACKFREE_INLINE void FinishScores(int64_t rows, float* target) {
     for (int p = 0; p < kSplit; ++p) {
-      __builtin_memset(Parts(scores, kRowsAt) + p * kScoresPart + rows * kTileColumns, 0,
+      __builtin_memset(Parts(target) + p * kScoresPart + rows * kTileColumns, 0,
                        (RoundUp(rows, kMatrixDepth) - rows) * kTileColumns * 2);
     }
   }
+  template <class Work>
   static PACKFREE_INLINE void AddToKeys(int64_t first, int64_t rows, int64_t columns, int64_t dim, const float* scores,
-                                        const float* query_rows, float* target) {
+                                        const float* query_rows, float* target, Work&& work) {
     for (int64_t d = 0; d < dim; d += kMatrixColumns) {
-      MultiplyMatrix<Into::kAdd, kSplit>(rows, columns, {Parts(scores, kRowsAt), kTileColumns, kScoresPart},
+      MultiplyMatrix<Into::kAdd, kSplit>(rows, columns, {Parts(scores), kTileColumns, kScoresPart},
                                          Parts(query_rows) + d * kTileColumns, QueryPart(dim),
                                          target + first * PaddedDim(dim) + d, PaddedDim(dim),
-                                         dim - d < kMatrixColumns ? dim - d : kMatrixColumns, NoWork());
+                                         dim - d < kMatrixColumns ? dim - d : kMatrixColumns, work);
     }
   }
+  // A tile has room in `copy` for the pairs: at least 64 rows of 64 elements.
+  template <class Work>
   static PACKFREE_INLINE void AddToQueries(int64_t first, int64_t rows, int64_t columns, int64_t dim,
-                                           int64_t range_size, const float* keys, float* dscores, float* dqt) {
+                                           int64_t range_size, const float* keys, const float* dscores, float* copy,
+                                           float* dqt, Work&& work) {
     const int64_t depth = RoundUp(rows, kMatrixDepth), part = range_size * RoundUp(dim, kMatrixDepth);
-    bf16* pairs = Parts(dscores, kPairsAt);
+    bf16* pairs = Parts(copy);
     for (int p = 0; p < kSplit; ++p) {
-      PairSplitRows(depth, columns, Parts(dscores, kRowsAt) + p * kScoresPart, kTileColumns, pairs + p * kScoresPart);
+      PairSplitRows(depth, columns, Parts(dscores) + p * kScoresPart, kTileColumns, pairs + p * kScoresPart);
     }
     MultiplyMatrix<Into::kAdd, kSplit>(dim, depth, {Parts(keys) + kSplit * part + first, range_size, part}, pairs,
-                                       kScoresPart, dqt, kTileColumns, columns, NoWork());
+                                       kScoresPart, dqt, kTileColumns, columns, work);
   }
 };

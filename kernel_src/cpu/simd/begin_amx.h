@@ -1,8 +1,9 @@
-// Opens the tier AVX-512 with bf16 and the matrix unit (AMX tiles of bf16). Only kernels that multiply bf16 matrices are
-// built for it; everything else runs in the tier below.
+// Opens the tier AVX-512 with bf16 and the matrix unit (AMX tiles of bf16). Only kernels that multiply bf16 matrices
+// are built for it; everything else runs in the tier below.
 #define PACKFREE_TIER 4
 #define PACKFREE_VECTOR_BYTES 64
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")
+#pragma GCC target("prefer-vector-width=512")
 namespace packfree {
 namespace amx {

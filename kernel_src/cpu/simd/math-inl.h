@@ -83,8 +83,8 @@ constexpr Acc Exp2Coefficient(int k) {
   return static_cast<Acc>(term);
 }
 
-// 2^x for x <= 100, the softmax's exponential: about half the work of Exp. 0 for -infinity and below the smallest normal
-// result, NaN for NaN.
+// 2^x for x <= 100, the softmax's exponential: about half the work of Exp. 0 for -infinity and below the smallest
+// normal result, NaN for NaN.
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Exp2(Vec<Acc> x) {
   constexpr bool kSingle = sizeof(Acc) == 4;

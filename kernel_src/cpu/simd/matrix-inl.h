@@ -351,8 +351,8 @@ inline void TransposeRows(int64_t rows, int64_t columns, const bf16* source, int
         packed = __builtin_convertvector((HalfVec)_mm256_maskz_loadu_epi16(mask, source + r * stride + c), BitsVec);
       }
       if (r + 1 < rows) {
-        packed |= __builtin_convertvector((HalfVec)_mm256_maskz_loadu_epi16(mask, source + (r + 1) * stride + c), BitsVec)
-                  << 16;
+        const HalfVec next = (HalfVec)_mm256_maskz_loadu_epi16(mask, source + (r + 1) * stride + c);
+        packed |= __builtin_convertvector(next, BitsVec) << 16;
       }
       __builtin_memcpy(row + c, &packed, sizeof(packed));
     }

@@ -1,7 +1,7 @@
 // Instruction-set tiers of the CPU kernels, picked at run time.
 //
-// A kernel's text is written once, in `*-inl.h` files, and compiled once per tier: its .cpp includes begin_<tier>.h, the
-// texts, and end_tier.h, tier after tier. begin_ opens `namespace packfree::<tier>` under a target pragma; nothing with
+// A kernel's text is written once, in `*-inl.h` files, and compiled once per tier: its .cpp includes begin_<tier>.h,
+// the texts, and end_tier.h, tier after tier. begin_ opens `namespace packfree::<tier>` under a target pragma; nothing with
 // a target attribute is ever visible outside such a pair, so no standard-library code can be compiled for a CPU that
 // the user does not have.
 #pragma once
