@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from tests.harness.hub import cpu_variant, run
 from tests.tiny_models import build, load, pack
 
 # Beginning of an op's name -> the package that its refusal names.
@@ -39,6 +40,26 @@ def test_every_op_without_a_cuda_kernel_names_what_to_use(kernel):
             op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments_of(op))
         text = str(error.value)
         assert text.startswith(f"{name}: tensors must be on the CPU, got cuda tensors") and instead in text
+
+
+def test_triton_is_needed_by_cuda_tensors_alone(tmp_path):
+    """Importing and computing on the CPU do without it; what a CUDA tensor would then meet says what is missing."""
+    seen = run(
+        f"""
+sys.modules["triton"] = None
+from pathlib import Path
+kernel = get_local_kernel(Path({str(cpu_variant().parent)!r}))
+import importlib
+devices = importlib.import_module(kernel.__name__ + "._devices")
+errors = [error_of(devices.triton_implementation, name) for name in devices.TRITON]
+print(json.dumps([works(kernel), errors]))
+""",
+        tmp_path,
+    )
+    assert seen[0] and seen[1]
+    for text in seen[1]:
+        assert text.startswith("RuntimeError: ") and "Triton, which cannot be imported" in text
+        assert "pip install triton" in text
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "bamba", "mamba"])

@@ -185,14 +185,14 @@ def _from_positions(model: Any, op: str, call: Call, batch: _Batch) -> Optional[
     starts = packing.starts_from_position_ids(positions)
     mask = call.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.shape == starts.shape else None
-    # Beside a mask or a wish for a cache the values decide, on a GPU too; without them a pack is a pack.
-    decided_by_values = mask is not None or cache is not None
+    wants_no_cache = cache is None and (getattr(model, "training", False) or call.get("use_cache") is False)
+    # Beside a mask, or where a cache may be wanted, the values decide, on a GPU too; else a pack is a pack.
+    decided_by_values = mask is not None or not wants_no_cache
     if not (packing.has_values(positions) if decided_by_values else packing.reads_values(positions)):
         return _from_traced_positions(op, call, batch, positions, starts, mask, cache)
     # Padding starts "sequences" of its own; what counts is where real tokens start.
     real_starts = starts if mask is None else starts & mask.bool()
     if bool((real_starts.sum(-1) <= 1).all()):
-        wants_no_cache = cache is None and (getattr(model, "training", False) or call.get("use_cache") is False)
         if batch.rows > 1 or not wants_no_cache or (mask is not None and _masks_something(mask)):
             return None
     elif cache is not None:
