@@ -11,7 +11,10 @@ import torch
 from ._ops import add_op_namespace_prefix
 
 # Op -> module of this package with the function of the op's name and schema that runs it by Triton kernels.
-TRITON: Dict[str, str] = {}
+TRITON: Dict[str, str] = {
+    "flash_attn_varlen_fwd": "flash_attn_varlen.cuda",
+    "flash_attn_varlen_bwd": "flash_attn_varlen.cuda",
+}
 
 # Ops whose CUDA implementation this module has registered.
 _given: Set[str] = set()

@@ -61,7 +61,9 @@ def flash_attn_varlen_func(
         softmax_scale: default ``K ** -0.5``.
         window_size: ``(left, right)``.
         softcap: 0 is off.
-        deterministic: accepted and without effect: every result is deterministic.
+        deterministic: on a GPU, every bit repeats and a sequence's results are the same packed or alone, gradients
+            included; PyTorch's kernels, which serve some calls there (see Devices), promise less. Without effect on a
+            CPU, where that always holds.
         return_attn_probs: also return the log-sum-exp of each row.
         alibi_slopes, block_table: not supported.
         s_aux: ``[H]`` or None, one learnable logit a head; any float dtype.
@@ -75,7 +77,10 @@ def flash_attn_varlen_func(
     A sequence's results are the same bits packed or alone, with any number of threads. Nothing of size T^2 is kept.
     NaN and infinities stay inside their own sequence.
 
-    Devices and dtypes: CPU; float32, bfloat16, float16, and float64 for numerical checks (slow).
+    Devices and dtypes: CPU; float32, bfloat16, float16, and float64 for numerical checks (slow). CUDA; float32,
+    bfloat16, float16, head dims to 256, by kernels in Triton. There up to 8 sequences in bfloat16 or float16 with one
+    head dim for q, k and v, a multiple of 8, are served by PyTorch's flash attention if neither dropout, softcap, sinks
+    nor the gradient of softmax_lse is asked for, and neither ``deterministic`` nor PyTorch's deterministic mode.
 
     Raises:
         TypeError: a dtype or type not listed above, or q, k, v of different dtypes.
@@ -104,7 +109,7 @@ def flash_attn_varlen_func(
     _check_longest(op, "max_seqlen_q", max_seqlen_q, offsets_q)
     _check_longest(op, "max_seqlen_k", max_seqlen_k, offsets_k)
     out, lse = _attend(
-        op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux
+        op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic
     )
     return (out, lse, None) if return_attn_probs else out
 
@@ -137,7 +142,7 @@ def flash_attn_func(
     rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     out, lse = _attend(
         op, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rows * query_length, rows * k.shape[1], dropout_p,
-        softmax_scale, causal, window_size, softcap, s_aux,
+        softmax_scale, causal, window_size, softcap, s_aux, deterministic,
     )  # fmt: skip
     out = out.unflatten(0, (batch, query_length))
     if not return_attn_probs:
@@ -200,6 +205,7 @@ def _attend(
     window_size: Tuple[int, int],
     softcap: float,
     s_aux: Optional[Tensor],
+    deterministic: bool = False,
 ) -> Tuple[Tensor, Tensor]:
     """The op on checked q, k, v and offsets; returns out ``[Tq, H, V]`` and lse ``[H, Tq]``."""
     if not 0 <= dropout_p < 1:
@@ -215,7 +221,12 @@ def _attend(
         check_shape(op, "s_aux", s_aux, (q.shape[1],), "[H]")
         s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
     left, right = window_size
-    seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64) if dropout_p > 0 else None
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
+    elif deterministic:
+        # To the op a seed means: results that repeat. Without dropout its value is not read.
+        seed = torch.zeros((1,), dtype=torch.int64, device=q.device)
     scale = float(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     return ops.flash_attn_varlen_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, seed, float(dropout_p), scale,
