@@ -61,3 +61,15 @@ def test_scan_matches_reference(case, dtype):
 def test_scan_packing_properties(case, dtype):
     for pack in [*catalogue(edge=8), Pack("chunks", (CHUNK + 1, 2 * CHUNK + 3), padding=3)]:
         properties.check_all_properties(scan.op_under_test(case), pack, dtype)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("width", [2, 3, 5, 7])
+def test_conv_sees_nothing_behind_its_filter(kernel, width, channels_last):
+    """Widths share kernels: a value further back than W - 1 tokens does not count, even if it is not a number."""
+    x = torch.randn(1, 40, 6)
+    x[:, 10] = float("nan")
+    x = x.transpose(1, 2) if channels_last else x.transpose(1, 2).contiguous()
+    y = kernel.causal_conv1d_fn(x, torch.randn(6, width), activation="silu")
+    expected = [10 <= t < 10 + width for t in range(40)]
+    assert y.isnan().all(dim=1)[0].tolist() == expected and y.isnan().any(dim=1)[0].tolist() == expected

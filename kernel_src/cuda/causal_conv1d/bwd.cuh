@@ -9,7 +9,12 @@
 
 namespace packfree {
 
-constexpr int kConvBackwardRun = 4;
+// Tokens of a run: few, because their loads are two and the filter's gradient takes registers.
+template <int kWidth>
+constexpr int kConvBackwardRun = kWidth > 4 ? 2 : 4;
+
+// Blocks of a multiprocessor that are resident at once: they stride over the rest.
+constexpr int kConvBackwardResident = 4;
 
 struct ConvSums {
   float rows[kConvWarps][kConvMaxWidth + 1][ConvShape<true>::kTileChannels];
@@ -59,21 +64,22 @@ __device__ __forceinline__ void StorePartials(const ConvBackwardArgs& args, cons
 }
 
 template <class Elem, int kWidth, bool kChannelsLast>
-__global__ void __launch_bounds__(kConvThreads)
-    ConvBackwardKernel(ConvBackwardArgs args, const int32_t* owners, bool pairs_x, bool pairs_dy, bool pairs_dx) {
+__global__ void __launch_bounds__(kConvThreads, kConvBackwardResident)
+    ConvBackwardKernel(ConvBackwardArgs args, const int32_t* owners, ConvElements<Elem> x, ConvElements<Elem> dy,
+                       ConvElements<Elem> dx) {
   using Shape = ConvShape<kChannelsLast>;
   constexpr int kChannels = Shape::kChannels;
   // Tokens behind a run whose dz reaches into it; a step of the lanes covers more than that.
   constexpr int kBehind = kChannelsLast ? kWidth - 1 : 1;
+  constexpr int kRun = kConvBackwardRun<kWidth>;
   PACKFREE_SHARED(ConvSums, sums);
   for (int64_t item = blockIdx.x; item < ConvItems(args); item += gridDim.x) {
     const ConvPlace<kChannelsLast> place(args, item);
     const ConvFilter<kWidth, kChannels> filter(args, place.channel, place.channels);
     ConvFilterGradient<kWidth, kChannels> gradient;
-    ConvReader<Elem, kWidth, kChannelsLast, kConvBackwardRun> reader(args, place, pairs_x);
-    const Elem* dy =
-        static_cast<const Elem*>(args.dy) + place.row * args.dy_strides.row + place.channel * args.dy_strides.channel;
-    Elem* dx = static_cast<Elem*>(args.dx) + place.row * args.dx_strides.row + place.channel * args.dx_strides.channel;
+    ConvReader<Elem, kWidth, kChannelsLast, kRun> reader(args, place, x);
+    const int64_t origin_dy = place.row * args.dy_strides.row + place.channel * args.dy_strides.channel;
+    const int64_t origin_dx = place.row * args.dx_strides.row + place.channel * args.dx_strides.channel;
 
     // dz of token i of a run. Its part in the parameter gradients counts in the tile that owns the token.
     const auto token_gradient = [&](int i, int64_t token, bool owned, float(&dz)[kChannels]) {
@@ -81,7 +87,7 @@ __global__ void __launch_bounds__(kConvThreads)
       float taps[kWidth][kChannels];
       reader.Next(i, token, owner, taps);
       const bool live = owner.sequence >= 0;
-      LoadChannels(dy + (live ? token : 0) * args.dy_strides.token, live ? place.channels : 0, pairs_dy, dz);
+      dy.Load(origin_dy + (live ? token : 0) * args.dy_strides.token, live ? place.channels : 0, dz);
 #pragma unroll
       for (int v = 0; v < kChannels; ++v) {
         if (!live || v >= place.channels) continue;
@@ -93,26 +99,22 @@ __global__ void __launch_bounds__(kConvThreads)
       }
     };
 
-    float dz[kConvBackwardRun + kBehind][kChannels];
-    const int64_t behind = place.first + int64_t{Shape::kTokens} * Shape::kStep;
-#pragma unroll
-    for (int i = 0; i < kBehind; ++i) {
-      const int64_t token = behind + int64_t{i} * Shape::kStep;
-      if (i % kConvBackwardRun == 0) reader.Start(token);
-      token_gradient(i % kConvBackwardRun, token, false, dz[i]);
-    }
-    for (int begin = Shape::kTokens - kConvBackwardRun; begin >= 0; begin -= kConvBackwardRun) {
+    float dz[kRun + kBehind][kChannels] = {};
+    // The first runs lie behind the lane's own tokens.
+    for (int begin = Shape::kTokens + (kBehind - 1) / kRun * kRun; begin >= 0; begin -= kRun) {
 #pragma unroll
       for (int i = kBehind - 1; i >= 0; --i) {
 #pragma unroll
-        for (int v = 0; v < kChannels; ++v) dz[kConvBackwardRun + i][v] = dz[i][v];
+        for (int v = 0; v < kChannels; ++v) dz[kRun + i][v] = dz[i][v];
       }
       const int64_t first = place.first + int64_t{begin} * Shape::kStep;
+      const bool owned = begin < Shape::kTokens;
       reader.Start(first);
 #pragma unroll
-      for (int i = 0; i < kConvBackwardRun; ++i) token_gradient(i, first + i * Shape::kStep, true, dz[i]);
+      for (int i = 0; i < kRun; ++i) token_gradient(i, first + i * Shape::kStep, owned, dz[i]);
+      if (!owned) continue;
 #pragma unroll
-      for (int i = 0; i < kConvBackwardRun; ++i) {
+      for (int i = 0; i < kRun; ++i) {
         const int64_t token = first + i * Shape::kStep;
         const ConvOwner owner(args, owners, place.row, token);
         // The last W - 1 tokens of a sequence are also its final state.
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(kConvThreads)
             if (token + j < owner.eos) sum[v] = fmaf(filter.tap[j][v], later, sum[v]);
           }
         }
-        if (token < args.row_tokens) StoreChannels(dx + token * args.dx_strides.token, place.channels, pairs_dx, sum);
+        if (token < args.row_tokens) dx.Store(origin_dx + token * args.dx_strides.token, place.channels, sum);
       }
     }
     StorePartials<kWidth, kChannelsLast>(args, place, gradient, sums);
@@ -151,8 +153,7 @@ __global__ void __launch_bounds__(kConvThreads)
 
 // Gradient of each initial state: it stands W - 1 tokens before its sequence, and in a shorter sequence some of it is
 // the final state too.
-template <class Elem>
-__global__ void __launch_bounds__(kElementThreads) ConvStateGradientKernel(ConvBackwardArgs args) {
+static __global__ void __launch_bounds__(kElementThreads) ConvStateGradientKernel(ConvBackwardArgs args) {
   const int64_t elements = args.packing.num_sequences * args.channels;
   const int length = args.width - 1;
   const float* weight = static_cast<const float*>(args.weight);
@@ -163,8 +164,8 @@ __global__ void __launch_bounds__(kElementThreads) ConvStateGradientKernel(ConvB
     const Bounds bounds = BoundsOf(args.packing, sequence);
     const int64_t tokens = bounds.eos - bounds.bos;
     const int64_t row = args.row_tokens == 0 ? 0 : bounds.bos / args.row_tokens, bos = bounds.bos - row * args.row_tokens;
-    const Elem* x = static_cast<const Elem*>(args.x) + row * args.x_strides.row + channel * args.x_strides.channel;
-    const Elem* dy = static_cast<const Elem*>(args.dy) + row * args.dy_strides.row + channel * args.dy_strides.channel;
+    const int64_t x = row * args.x_strides.row + channel * args.x_strides.channel;
+    const int64_t dy = row * args.dy_strides.row + channel * args.dy_strides.channel;
     float dz[kConvMaxWidth - 1];
 #pragma unroll
     for (int t = 0; t < kConvMaxWidth - 1; ++t) {
@@ -172,11 +173,11 @@ __global__ void __launch_bounds__(kElementThreads) ConvStateGradientKernel(ConvB
       if (t >= tokens || t >= length || bos + t >= args.row_tokens) continue;
       float z = bias == nullptr ? 0.0f : bias[channel];
       for (int j = length; j >= 0; --j) {
-        const float value = j <= t ? ToFloat(x[(bos + t - j) * args.x_strides.token])
+        const float value = j <= t ? LoadAs(args.x, args.dtype, x + (bos + t - j) * args.x_strides.token)
                                    : StateBefore(args, sequence, channel, j - t);
         z = fmaf(weight[(length - j) * args.channels + channel], value, z);
       }
-      dz[t] = ToFloat(dy[(bos + t) * args.dy_strides.token]);
+      dz[t] = LoadAs(args.dy, args.dtype, dy + (bos + t) * args.dy_strides.token);
       if (args.silu) dz[t] = dz[t] * SiluSlope(z);
     }
     float* out = static_cast<float*>(args.dinitial_state) + element * length;

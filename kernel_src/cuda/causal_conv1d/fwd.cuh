@@ -8,24 +8,28 @@
 
 namespace packfree {
 
-constexpr int kConvForwardRun = 8;
+// Blocks of a multiprocessor that are resident at once, about: they stride over the rest.
+constexpr int kConvForwardResident = 6;
+
+template <int kWidth>
+constexpr int kConvForwardRun = kWidth > 4 ? 4 : 8;  // tokens of a run
 
 template <class Elem, int kWidth, bool kChannelsLast>
 __global__ void __launch_bounds__(kConvThreads)
-    ConvForwardKernel(ConvForwardArgs args, const int32_t* owners, bool pairs_x, bool pairs_y) {
+    ConvForwardKernel(ConvForwardArgs args, const int32_t* owners, ConvElements<Elem> x, ConvElements<Elem> y) {
   using Shape = ConvShape<kChannelsLast>;
-  constexpr int kChannels = Shape::kChannels;
+  constexpr int kChannels = Shape::kChannels, kRun = kConvForwardRun<kWidth>;
   for (int64_t item = blockIdx.x; item < ConvItems(args); item += gridDim.x) {
     const ConvPlace<kChannelsLast> place(args, item);
     const ConvFilter<kWidth, kChannels> filter(args, place.channel, place.channels);
-    ConvReader<Elem, kWidth, kChannelsLast, kConvForwardRun> reader(args, place, pairs_x);
-    Elem* y = static_cast<Elem*>(args.y) + place.row * args.y_strides.row + place.channel * args.y_strides.channel;
-    for (int begin = 0; begin < Shape::kTokens; begin += kConvForwardRun) {
+    ConvReader<Elem, kWidth, kChannelsLast, kRun> reader(args, place, x);
+    const int64_t origin = place.row * args.y_strides.row + place.channel * args.y_strides.channel;
+    for (int begin = 0; begin < Shape::kTokens; begin += kRun) {
       const int64_t first = place.first + int64_t{begin} * Shape::kStep;
       if (first >= args.row_tokens) break;
       reader.Start(first);
 #pragma unroll
-      for (int i = 0; i < kConvForwardRun; ++i) {
+      for (int i = 0; i < kRun; ++i) {
         const int64_t token = first + i * Shape::kStep;
         const ConvOwner owner(args, owners, place.row, token);
         float taps[kWidth][kChannels], z[kChannels];
@@ -36,26 +40,29 @@ __global__ void __launch_bounds__(kConvThreads)
           if (args.silu) z[v] = z[v] * Sigmoid(z[v]);
           if (owner.sequence < 0) z[v] = 0.0f;
         }
-        if (token < args.row_tokens) StoreChannels(y + token * args.y_strides.token, place.channels, pairs_y, z);
+        if (token < args.row_tokens) y.Store(origin + token * args.y_strides.token, place.channels, z);
       }
     }
   }
 }
 
 // State after each sequence's last token: its last W - 1 tokens, older ones from the initial state.
-template <class Elem>
-__global__ void __launch_bounds__(kElementThreads) ConvFinalStateKernel(ConvForwardArgs args) {
+static __global__ void __launch_bounds__(kElementThreads) ConvFinalStateKernel(ConvForwardArgs args) {
   const int64_t elements = args.packing.num_sequences * args.channels, length = args.width - 1;
   for (int64_t element = FirstElement(); element < elements; element += ElementStride()) {
     const int64_t sequence = element / args.channels, channel = element % args.channels;
     const Bounds bounds = BoundsOf(args.packing, sequence);
-    const Elem* x = static_cast<const Elem*>(args.x) + channel * args.x_strides.channel;
-    Elem* state = static_cast<Elem*>(args.final_state) + element * length;
     for (int64_t i = 0; i < length; ++i) {
       const int64_t token = bounds.eos - length + i;
-      state[i] = token >= bounds.bos ? x[token / args.row_tokens * args.x_strides.row +
-                                         token % args.row_tokens * args.x_strides.token]
-                                     : FromFloat<Elem>(StateBefore(args, sequence, channel, bounds.bos - token));
+      float value;
+      if (token >= bounds.bos) {
+        const int64_t row = token / args.row_tokens, in_row = token % args.row_tokens;
+        value = LoadAs(args.x, args.dtype, row * args.x_strides.row + in_row * args.x_strides.token +
+                                               channel * args.x_strides.channel);
+      } else {
+        value = StateBefore(args, sequence, channel, bounds.bos - token);
+      }
+      StoreAs(args.final_state, args.dtype, element * length + i, value);
     }
   }
 }

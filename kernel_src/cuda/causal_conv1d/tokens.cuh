@@ -81,47 +81,72 @@ __device__ __forceinline__ float StateBefore(const ConvArgs& args, int64_t seque
   return static_cast<const float*>(args.initial_state)[(sequence * args.channels + channel) * length + length - back];
 }
 
+// Elements of a dtype known when a kernel is compiled: two neighbouring channels move at once where they may.
 template <class Elem>
-struct alignas(2 * sizeof(Elem)) ElementPair {
-  Elem x, y;
+struct ConvElements {
+  struct alignas(2 * sizeof(Elem)) Pair {
+    Elem x, y;
+  };
+  Elem* data;
+  bool pairs;
+
+  ConvElements(const void* from, Dtype, const ConvStrides& strides)
+      : data(static_cast<Elem*>(const_cast<void*>(from))),
+        pairs(reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0 && strides.row % 2 == 0 && strides.token % 2 == 0) {}
+
+  // `count` neighbouring channels from an offset on; 0 for the rest.
+  template <int kChannels>
+  __device__ __forceinline__ void Load(int64_t offset, int count, float (&values)[kChannels]) const {
+    if constexpr (kChannels == 2) {
+      if (pairs && count == 2) {
+        const Pair pair = *reinterpret_cast<const Pair*>(data + offset);
+        values[0] = ToFloat(pair.x);
+        values[1] = ToFloat(pair.y);
+        return;
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kChannels; ++v) values[v] = v < count ? ToFloat(data[offset + v]) : 0.0f;
+  }
+  template <int kChannels>
+  __device__ __forceinline__ void Store(int64_t offset, int count, const float (&values)[kChannels]) const {
+    if constexpr (kChannels == 2) {
+      if (pairs && count == 2) {
+        *reinterpret_cast<Pair*>(data + offset) = {FromFloat<Elem>(values[0]), FromFloat<Elem>(values[1])};
+        return;
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kChannels; ++v) {
+      if (v < count) data[offset + v] = FromFloat<Elem>(values[v]);
+    }
+  }
 };
 
-// Whether two neighbouring channels of every token may be read at once.
-template <class Elem>
-inline bool ConvPairs(const void* data, const ConvStrides& strides) {
-  return reinterpret_cast<uintptr_t>(data) % sizeof(ElementPair<Elem>) == 0 && strides.row % 2 == 0 &&
-         strides.token % 2 == 0;
-}
+// Elements of any dtype: for the forms that are rare, so that there are few kernels.
+struct AnyElement {};
+template <>
+struct ConvElements<AnyElement> {
+  void* data;
+  Dtype dtype;
 
-// `count` neighbouring channels; 0 for the rest.
-template <int kChannels, class Elem>
-__device__ __forceinline__ void LoadChannels(const Elem* source, int count, bool pairs, float (&values)[kChannels]) {
-  if constexpr (kChannels == 2) {
-    if (pairs && count == 2) {
-      const ElementPair<Elem> pair = *reinterpret_cast<const ElementPair<Elem>*>(source);
-      values[0] = ToFloat(pair.x);
-      values[1] = ToFloat(pair.y);
-      return;
+  ConvElements(const void* from, Dtype dtype_, const ConvStrides&) : data(const_cast<void*>(from)), dtype(dtype_) {}
+
+  template <int kChannels>
+  __device__ __forceinline__ void Load(int64_t offset, int count, float (&values)[kChannels]) const {
+#pragma unroll
+    for (int v = 0; v < kChannels; ++v) values[v] = v < count ? LoadAs(data, dtype, offset + v) : 0.0f;
+  }
+  template <int kChannels>
+  __device__ __forceinline__ void Store(int64_t offset, int count, const float (&values)[kChannels]) const {
+#pragma unroll
+    for (int v = 0; v < kChannels; ++v) {
+      if (v < count) StoreAs(data, dtype, offset + v, values[v]);
     }
   }
-#pragma unroll
-  for (int v = 0; v < kChannels; ++v) values[v] = v < count ? ToFloat(source[v]) : 0.0f;
-}
-template <int kChannels, class Elem>
-__device__ __forceinline__ void StoreChannels(Elem* target, int count, bool pairs, const float (&values)[kChannels]) {
-  if constexpr (kChannels == 2) {
-    if (pairs && count == 2) {
-      *reinterpret_cast<ElementPair<Elem>*>(target) = {FromFloat<Elem>(values[0]), FromFloat<Elem>(values[1])};
-      return;
-    }
-  }
-#pragma unroll
-  for (int v = 0; v < kChannels; ++v) {
-    if (v < count) target[v] = FromFloat<Elem>(values[v]);
-  }
-}
+};
 
-// A lane's filter. Widths up to kWidth run as kWidth with taps of 0, which no value is read for.
+// A lane's filter. Widths up to kWidth run as kWidth with taps of 0.
 template <int kWidth, int kChannels>
 struct ConvFilter {
   float tap[kWidth][kChannels];  // tap[j] multiplies the token j places back
@@ -157,11 +182,10 @@ class ConvReader {
   using Shape = ConvShape<kChannelsLast>;
   static constexpr int kChannels = Shape::kChannels;
 
-  __device__ __forceinline__ ConvReader(const ConvArgs& args, const ConvPlace<kChannelsLast>& place, bool pairs)
-      : args_(args), place_(place), pairs_(pairs) {
-    source_ = static_cast<const Elem*>(args.x) + place.row * args.x_strides.row +
-              place.channel * args.x_strides.channel;
-  }
+  __device__ __forceinline__ ConvReader(const ConvArgs& args, const ConvPlace<kChannelsLast>& place,
+                                        const ConvElements<Elem>& x)
+      : args_(args), place_(place), x_(x),
+        origin_(place.row * args.x_strides.row + place.channel * args.x_strides.channel) {}
 
   // Loads a run of tokens `token`, `token` + kStep, ...
   __device__ __forceinline__ void Start(int64_t token) {
@@ -185,15 +209,21 @@ class ConvReader {
       }
     }
     Copy(fresh_[i], window_[0]);
+    // Behind the filter nothing is seen, not even times 0: it may be infinite.
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) Copy(window_[j], taps[j]);
+    for (int j = 0; j < kWidth; ++j) {
+#pragma unroll
+      for (int v = 0; v < kChannels; ++v) taps[j][v] = j < args_.width ? window_[j][v] : 0.0f;
+    }
     const int64_t since = token - owner.bos;
     if (owner.sequence < 0 || since >= kWidth - 1) return;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
 #pragma unroll
       for (int v = 0; v < kChannels; ++v) {
-        if (j > since) taps[j][v] = v < place_.channels ? StateBefore(args_, owner.sequence, place_.channel + v, j - since) : 0.0f;
+        if (j <= since) continue;
+        const bool present = v < place_.channels;
+        taps[j][v] = present ? StateBefore(args_, owner.sequence, place_.channel + v, j - since) : 0.0f;
       }
     }
   }
@@ -201,7 +231,7 @@ class ConvReader {
  private:
   __device__ __forceinline__ void Load(int64_t token, float (&values)[kChannels]) const {
     const bool inside = token >= 0 && token < args_.row_tokens;
-    LoadChannels(source_ + (inside ? token : 0) * args_.x_strides.token, inside ? place_.channels : 0, pairs_, values);
+    x_.Load(origin_ + (inside ? token : 0) * args_.x_strides.token, inside ? place_.channels : 0, values);
   }
   static __device__ __forceinline__ void Copy(const float (&from)[kChannels], float (&to)[kChannels]) {
 #pragma unroll
@@ -210,8 +240,8 @@ class ConvReader {
 
   const ConvArgs& args_;
   const ConvPlace<kChannelsLast>& place_;
-  bool pairs_;
-  const Elem* source_;
+  const ConvElements<Elem>& x_;
+  int64_t origin_;
   float fresh_[kRun][kChannels];
   float window_[kWidth][kChannels];
 };

@@ -31,10 +31,27 @@ __device__ __forceinline__ __half FromFloat<__half>(float x) {
 
 // Calls body(Elem{}) with the type that `dtype` names. Never float64: the bindings refuse it.
 template <class Body>
-__host__ __device__ __forceinline__ void WithElement(Dtype dtype, const Body& body) {
+void WithElement(Dtype dtype, const Body& body) {
   if (dtype == Dtype::kFloat32) body(float{});
   if (dtype == Dtype::kBFloat16) body(__nv_bfloat16{});
   if (dtype == Dtype::kFloat16) body(__half{});
+}
+
+// The same where the dtype is known at run time only: for what a kernel reads and writes beside much arithmetic, where
+// a kernel for each combination of dtypes would be many times the code.
+__device__ __forceinline__ float LoadAs(const void* data, Dtype dtype, int64_t index) {
+  if (dtype == Dtype::kFloat32) return static_cast<const float*>(data)[index];
+  if (dtype == Dtype::kBFloat16) return ToFloat(static_cast<const __nv_bfloat16*>(data)[index]);
+  return ToFloat(static_cast<const __half*>(data)[index]);
+}
+__device__ __forceinline__ void StoreAs(void* data, Dtype dtype, int64_t index, float value) {
+  if (dtype == Dtype::kFloat32) {
+    static_cast<float*>(data)[index] = value;
+  } else if (dtype == Dtype::kBFloat16) {
+    static_cast<__nv_bfloat16*>(data)[index] = FromFloat<__nv_bfloat16>(value);
+  } else {
+    static_cast<__half*>(data)[index] = FromFloat<__half>(value);
+  }
 }
 
 __device__ __forceinline__ float Sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }

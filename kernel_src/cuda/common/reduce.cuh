@@ -16,19 +16,25 @@ __device__ __forceinline__ float WarpSum(float value) {
   return value;
 }
 
-// Sums of 16 values over a warp's lanes by 16 exchanges, in place of 80: each step halves the values that a lane keeps.
-// Returns the sum of value number lane / 2. Every value is summed by the same tree, so its place makes no difference.
-__device__ __forceinline__ float WarpSum16(float (&values)[16], int lane) {
+// One step of WarpSum16: lanes kReach apart halve the values that each of them keeps.
+template <int kReach>
+__device__ __forceinline__ void HalveValues(float (&values)[16], int lane) {
+  constexpr int kKept = kReach / 2;
+  const bool upper = (lane & kReach) != 0;
 #pragma unroll
-  for (int reach = 16; reach > 1; reach /= 2) {
-    const bool upper = (lane & reach) != 0;
-    const int kept = reach / 2;
-#pragma unroll
-    for (int i = 0; i < kept; ++i) {
-      const float given = __shfl_xor_sync(kAllLanes, upper ? values[i] : values[i + kept], reach);
-      values[i] = (upper ? values[i + kept] : values[i]) + given;
-    }
+  for (int i = 0; i < kKept; ++i) {
+    const float given = __shfl_xor_sync(kAllLanes, upper ? values[i] : values[i + kKept], kReach);
+    values[i] = (upper ? values[i + kKept] : values[i]) + given;
   }
+}
+
+// Sums of 16 values over a warp's lanes by 16 exchanges, in place of 80. Returns the sum of value number lane / 2. Every
+// value is summed by the same tree, so its place makes no difference.
+__device__ __forceinline__ float WarpSum16(float (&values)[16], int lane) {
+  HalveValues<16>(values, lane);
+  HalveValues<8>(values, lane);
+  HalveValues<4>(values, lane);
+  HalveValues<2>(values, lane);
   return values[0] + __shfl_xor_sync(kAllLanes, values[0], 1);
 }
 

@@ -304,10 +304,7 @@ static __global__ void __launch_bounds__(kElementThreads)
         sum += partials[(column * args.packing.tokens + token) * args.states + state];
       }
     }
-    WithElement(dtype, [&](auto value) {
-      using Elem = decltype(value);
-      static_cast<Elem*>(target)[element] = FromFloat<Elem>(sum);
-    });
+    StoreAs(target, dtype, element, sum);
   }
 }
 

@@ -114,42 +114,33 @@ __device__ __forceinline__ int64_t OffsetOf(const ScanStrides& strides, const Sc
 // values[i] = token i of the run, 0 behind it and where the thread has no channel.
 __device__ __forceinline__ void LoadTokens(const ScanInput& input, const ScanShared& shared, const ScanRunOf& run,
                                            const ScanChannel& channel, float (&values)[kScanRun]) {
-  WithElement(input.dtype, [&](auto element) {
-    const auto* data = static_cast<const decltype(element)*>(input.data);
 #pragma unroll
-    for (int i = 0; i < kScanRun; ++i) {
-      const bool inside = channel.present && i < run.count;
-      values[i] = inside ? ToFloat(data[OffsetOf(input.strides, shared.marks[run.first + i], channel.index)]) : 0.0f;
-    }
-  });
+  for (int i = 0; i < kScanRun; ++i) {
+    values[i] = 0.0f;
+    if (!channel.present || i >= run.count) continue;
+    const int64_t offset = OffsetOf(input.strides, shared.marks[run.first + i], channel.index);
+    values[i] = LoadAs(input.data, input.dtype, offset);
+  }
 }
 __device__ __forceinline__ void StoreTokens(const ScanOutput& output, const ScanShared& shared, const ScanRunOf& run,
                                             const ScanChannel& channel, const float (&values)[kScanRun]) {
-  if (!channel.present) return;
-  WithElement(output.dtype, [&](auto element) {
-    using Elem = decltype(element);
-    auto* data = static_cast<Elem*>(output.data);
 #pragma unroll
-    for (int i = 0; i < kScanRun; ++i) {
-      if (i < run.count) {
-        data[OffsetOf(output.strides, shared.marks[run.first + i], channel.index)] = FromFloat<Elem>(values[i]);
-      }
-    }
-  });
+  for (int i = 0; i < kScanRun; ++i) {
+    if (!channel.present || i >= run.count) continue;
+    const int64_t offset = OffsetOf(output.strides, shared.marks[run.first + i], channel.index);
+    StoreAs(output.data, output.dtype, offset, values[i]);
+  }
 }
 
 // 0 for tokens [begin, end), which no sequence owns.
 __device__ __forceinline__ void ClearTokens(const ScanArgs& args, const ScanOutput& output, int64_t begin, int64_t end,
                                             const ScanChannel& channel) {
   if (!channel.present || output.data == nullptr) return;
-  WithElement(output.dtype, [&](auto element) {
-    using Elem = decltype(element);
-    for (int64_t token = begin; token < end; ++token) {
-      const int64_t offset = token / args.row_tokens * output.strides.row +
-                             token % args.row_tokens * output.strides.token + channel.index * output.strides.channel;
-      static_cast<Elem*>(output.data)[offset] = FromFloat<Elem>(0.0f);
-    }
-  });
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t offset = token / args.row_tokens * output.strides.row +
+                           token % args.row_tokens * output.strides.token + channel.index * output.strides.channel;
+    StoreAs(output.data, output.dtype, offset, 0.0f);
+  }
 }
 
 // delta behind bias and softplus; 0 behind the run, where it leaves states as they are.
@@ -172,15 +163,13 @@ __device__ __forceinline__ void StageRows(const ScanArgs& args, const ScanCoeffi
                                           const ScanShared& shared, const ScanRunOf& run, const ScanChannel& channel,
                                           int64_t first, int count, ScanRows& rows) {
   if (source.fixed) return;
-  WithElement(source.dtype, [&](auto element) {
-    const auto* data = static_cast<const decltype(element)*>(source.data) + channel.group * source.group;
-    for (int place = threadIdx.x; place < count * kScanRun; place += kScanThreads) {
-      const int state = place % count, i = place / count;
-      const ScanMark& mark = shared.marks[run.first + (i < run.count ? i : 0)];
-      const int64_t offset = mark.row * source.row + mark.token * source.token + (first + state) * source.state;
-      rows.rows[state][i] = i < run.count ? ToFloat(data[offset]) : 0.0f;
-    }
-  });
+  for (int place = threadIdx.x; place < count * kScanRun; place += kScanThreads) {
+    const int state = place % count, i = place / count;
+    const ScanMark& mark = shared.marks[run.first + (i < run.count ? i : 0)];
+    const int64_t offset = mark.row * source.row + mark.token * source.token + channel.group * source.group +
+                           (first + state) * source.state;
+    rows.rows[state][i] = i < run.count ? LoadAs(source.data, source.dtype, offset) : 0.0f;
+  }
 }
 
 // B or C of one state: staged, or where fixed the same for each token.
