@@ -56,7 +56,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
-inline void __syncthreads() { cuda_host::lane->block->all.Wait(); }
+inline void __syncthreads() {
+  if (cuda_host::lane->barriers++ != cuda_host::faults.skipped_barrier) cuda_host::lane->block->all.Wait();
+}
 
 template <class Value>
 Value cuda_host_exchange(Value value, unsigned source) {

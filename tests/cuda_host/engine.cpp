@@ -15,6 +15,7 @@
 namespace cuda_host {
 
 thread_local Lane* lane = nullptr;
+Faults faults;
 
 static void Fail(const char* text) {
   std::fprintf(stderr, "cuda_host: %s\n", text);
@@ -31,9 +32,9 @@ Block::~Block() { std::free(shared_); }
 void* Block::Shared(size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (shared_ == nullptr) {
-    shared_ = static_cast<char*>(std::malloc(bytes));
+    shared_ = static_cast<char*>(std::malloc(bytes - faults.short_shared));
     shared_bytes_ = bytes;
-    std::memset(shared_, 0xff, bytes);
+    std::memset(shared_, 0xff, bytes - faults.short_shared);
   }
   if (shared_bytes_ != bytes) Fail("a kernel declares shared memory twice");
   return shared_;

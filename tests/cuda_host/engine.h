@@ -74,7 +74,16 @@ class Block {
 struct Lane {
   Index thread;
   Block* block;
+  int64_t barriers = 0;  // that it has come to
 };
+
+// Faults on purpose, to see them found.
+struct Faults {
+  int64_t skipped_barrier = -1;  // this __syncthreads of every thread does nothing
+  size_t short_shared = 0;       // bytes that shared memory lacks at its end
+};
+extern Faults faults;
+
 extern thread_local Lane* lane;
 inline Index& ThreadIndex() { return lane->thread; }
 inline Index& BlockIndex() { return lane->block->index; }
