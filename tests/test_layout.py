@@ -76,7 +76,7 @@ def test_kernels_include_only_what_lies_below_them():
                 assert not (name.startswith(device) and included.startswith(other)), where
             parts = included.split("/")
             if len(parts) > 2 and parts[1] in OPS:
-                assert name.startswith(f"cpu/{parts[1]}/"), where
+                assert name.startswith(f"{parts[0]}/{parts[1]}/"), where
             assert not included.startswith(("bindings/", "torch_binding")), where
         torch_headers = re.findall(r"#include <(torch/[^>]+)>", path.read_text())
         assert not torch_headers or name == "cpu/parallel.h", f"{name} includes {torch_headers}"

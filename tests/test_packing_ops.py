@@ -81,6 +81,7 @@ def test_no_tokens(ops):
 def test_offsets_are_bounded_before_they_are_narrowed(ops):
     wide = torch.tensor([0, 3, 7, 2**32 + 4, -(2**40), 10])
     assert ops.packing_from_offsets(wide, 10).tolist() == [0, 3, 7, 10, 0, 10]
+    assert ops.packing_from_offsets(torch.tensor([3, 5, 10]), 10).tolist() == [0, 5, 10]
     narrow = torch.tensor([0, 4, 9, 12], dtype=torch.int32)
     found = ops.packing_from_offsets(narrow, 10)
     assert found.tolist() == [0, 4, 9, 10] and found.dtype == torch.int32

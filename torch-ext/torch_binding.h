@@ -13,9 +13,14 @@ using OpLibrary = torch::stable::detail::StableLibrary;
 #include "op_list.h"
 #undef PACKFREE_OP
 
-// The boundary conversions, which every op family shares: bindings/packing.cpp, and packing_cuda.cpp in CUDA variants.
+// The boundary conversions, which every op family shares: bindings/packing.cpp.
 void define_packing(OpLibrary& ops);
 void implement_packing_cpu(OpLibrary& ops);
+
+// Ops with a kernel in CUDA C++, in CUDA variants: bindings/<name>_cuda.cpp. All others are Triton's (_devices.py).
 void implement_packing_cuda(OpLibrary& ops);
+void implement_causal_conv1d_cuda(OpLibrary& ops);
+void implement_mamba1_scan_cuda(OpLibrary& ops);
+void implement_selective_state_update_cuda(OpLibrary& ops);
 
 }  // namespace packfree

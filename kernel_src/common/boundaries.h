@@ -5,11 +5,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define PACKFREE_DEVICE __device__ __forceinline__
-#else
-#define PACKFREE_DEVICE inline
-#endif
+#include "common/device.h"
 
 namespace packfree {
 
@@ -148,10 +144,12 @@ PACKFREE_DEVICE void PlaceBoundaries(const Block& block, const Marks<Int>& marks
   });
 }
 
-// Bounded before it is narrowed, so that no offset points outside the row whatever a caller passed; which values are
-// right is checked where they may be read.
+// Offset number `n` of a row, bounded before it is narrowed, so that it does not point outside the row whatever a caller
+// passed; and the first is 0, or the tokens before it would belong to no sequence. Which values are right is checked
+// where they may be read.
 template <class Int>
-PACKFREE_DEVICE int32_t BoundedOffset(Int value, int64_t tokens) {
+PACKFREE_DEVICE int32_t BoundedOffset(Int value, int64_t n, int64_t tokens) {
+  if (n == 0) return 0;
   return static_cast<int32_t>(value < 0 ? 0 : (value > tokens ? tokens : value));
 }
 

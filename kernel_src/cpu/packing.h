@@ -35,7 +35,7 @@ void boundaries_cpu(const BoundarySource& source, int32_t* offsets) {
 // offsets [N + 1] from values [N + 1].
 template <class Int>
 void bound_offsets_cpu(const Int* values, int64_t size, int64_t tokens, int32_t* offsets) {
-  for (int64_t n = 0; n < size; ++n) offsets[n] = BoundedOffset(values[n], tokens);
+  for (int64_t n = 0; n < size; ++n) offsets[n] = BoundedOffset(values[n], n, tokens);
 }
 
 }  // namespace packfree

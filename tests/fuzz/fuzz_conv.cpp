@@ -22,7 +22,7 @@ void FuzzConv(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   ConvArgs shared{};
-  shared.tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
   shared.dtype = dtype;
   shared.channels_last = draw.Chance(50);
   shared.silu = draw.Chance(50);
@@ -35,7 +35,7 @@ void FuzzConv(Trial& trial) {
   shared.packing = trial.DrawPacking(rows, T, edge);
   const int64_t N = shared.packing.num_sequences;
   const bool bias = draw.Chance(50), initial = draw.Chance(50), final_state = draw.Chance(50);
-  trial.Describe("tier %s, %s, B=%ld T=%ld D=%ld W=%ld%s%s%s%s%s", TierName(shared.tier), NameOf(dtype), rows, T, D, W,
+  trial.Describe("tier %s, %s, B=%ld T=%ld D=%ld W=%ld%s%s%s%s%s", TierName(tier), NameOf(dtype), rows, T, D, W,
                  shared.channels_last ? ", channels last" : "", shared.silu ? ", silu" : "", bias ? ", bias" : "",
                  initial ? ", initial state" : "", final_state ? ", final state" : "");
 
@@ -55,7 +55,7 @@ void FuzzConv(Trial& trial) {
   forward.y = trial.Write("y", dtype, axes, Padding::kUntouched);
   forward.y_strides = StridesOf(dense, shared.channels_last);
   forward.final_state = final_state ? trial.Write("final_state", dtype, states) : nullptr;
-  causal_conv1d_fwd_cpu(forward);
+  causal_conv1d_fwd_cpu(forward, tier);
 
   ConvBackwardArgs backward{};
   static_cast<ConvArgs&>(backward) = shared;
@@ -68,7 +68,7 @@ void FuzzConv(Trial& trial) {
   backward.dinitial_state = initial ? trial.Write("dinitial_state", wide, states) : nullptr;
   const int64_t groups = ConvGroups(shared.packing, shared.channels_last);
   backward.partials = trial.Write("partials", wide, {{groups, W + 1, D}});
-  causal_conv1d_bwd_cpu(backward);
+  causal_conv1d_bwd_cpu(backward, tier);
   causal_conv1d_reduce_cpu(backward, groups, trial.Write("dweight", wide, {{D, W}}),
                            bias ? trial.Write("dbias", wide, {{D}}) : nullptr);
 }
@@ -77,7 +77,7 @@ void FuzzConvUpdate(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   ConvUpdateArgs args{};
-  args.tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
   args.dtype = dtype;
   args.silu = draw.Chance(50);
   args.width = static_cast<int>(draw.Between(kConvMinWidth, kConvMaxWidth));
@@ -87,7 +87,7 @@ void FuzzConvUpdate(Trial& trial) {
   args.state_length = args.width - 1 + draw.Between(0, 3);
   const bool bias = draw.Chance(50), circular = draw.Chance(50), named = draw.Chance(50);
   const int64_t rows = args.batch + (named ? draw.Between(0, 3) : 0);
-  trial.Describe("tier %s, %s, B=%ld T=%ld D=%ld W=%d, state %ld%s%s%s%s", TierName(args.tier), NameOf(dtype),
+  trial.Describe("tier %s, %s, B=%ld T=%ld D=%ld W=%d, state %ld%s%s%s%s", TierName(tier), NameOf(dtype),
                  args.batch, args.tokens, args.channels, args.width, args.state_length, args.silu ? ", silu" : "",
                  bias ? ", bias" : "", circular ? ", circular" : "", named ? ", named rows" : "");
 
@@ -113,7 +113,7 @@ void FuzzConvUpdate(Trial& trial) {
   args.weight = trial.Read("weight", wide, {{args.width, args.channels}});
   args.bias = bias ? trial.Read("bias", wide, {{args.channels}}) : nullptr;
   args.y = trial.Write("y", dtype, axes);
-  causal_conv1d_update_cpu(args);
+  causal_conv1d_update_cpu(args, tier);
 }
 
 }  // namespace packfree::fuzz

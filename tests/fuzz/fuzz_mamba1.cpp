@@ -73,7 +73,7 @@ void FuzzMamba1(Trial& trial) {
     return draw.Pick<Dtype>({dtype, dtype, Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
   };
   ScanArgs shared{};
-  shared.tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
   shared.is_double = dtype == Dtype::kFloat64;
   shared.groups = draw.Pick<int64_t>({1, 1, 2, 3});
   shared.channels = shared.groups * draw.Pick<int64_t>({1, 2, 3, 8, 15, 16, 17, 33, 64, 65, 127, 128, 129});
@@ -97,7 +97,7 @@ void FuzzMamba1(Trial& trial) {
   shared.D = skip ? trial.Read("D", wide, {{shape.channels}}) : nullptr;
   shared.delta_bias = bias ? trial.Read("delta_bias", wide, {{shape.channels}}, {0, 0.5}) : nullptr;
   shared.initial_state = initial ? trial.Read("initial_state", wide, states) : nullptr;
-  trial.Describe("tier %s, u %s, delta %s, B=%ld D=%ld T=%ld N=%ld G=%ld%s%s%s%s%s%s%s%s%s", TierName(shared.tier),
+  trial.Describe("tier %s, u %s, delta %s, B=%ld D=%ld T=%ld N=%ld G=%ld%s%s%s%s%s%s%s%s%s", TierName(tier),
                  NameOf(dtype), NameOf(shared.delta.dtype), rows, shape.channels, shape.tokens, shape.states,
                  shape.groups, channels_last ? ", channels last" : "", shared.B.fixed ? ", fixed B" : "",
                  shared.C.fixed ? ", fixed C" : "", gate ? ", z" : "", skip ? ", D" : "", bias ? ", bias" : "",
@@ -108,7 +108,7 @@ void FuzzMamba1(Trial& trial) {
   static_cast<ScanArgs&>(forward) = shared;
   forward.y = WriteStream(trial, "y", dtype, shape, channels_last);
   forward.final_state = final_state ? trial.Write("final_state", wide, states) : nullptr;
-  mamba1_scan_fwd_cpu(forward);
+  mamba1_scan_fwd_cpu(forward, tier);
 
   ScanBackwardArgs backward{};
   static_cast<ScanArgs&>(backward) = shared;
@@ -125,7 +125,7 @@ void FuzzMamba1(Trial& trial) {
   backward.ddelta_bias = bias ? trial.Write("ddelta_bias", wide, {{shape.channels}}) : nullptr;
   backward.parameter_partials = trial.Write(
       "parameter_partials", wide, {{ScanGroups(shared.packing), ScanParameterRows(shared), shape.channels}});
-  mamba1_scan_bwd_cpu(backward);
+  mamba1_scan_bwd_cpu(backward, tier);
 }
 
 }  // namespace packfree::fuzz

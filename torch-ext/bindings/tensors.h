@@ -71,9 +71,17 @@ inline std::optional<Tensor> Contiguous(const std::optional<Tensor>& tensor) {
   if (!tensor.has_value()) return std::nullopt;
   return torch::stable::contiguous(*tensor);
 }
-// [T, heads, channels] as most kernels take it: the last axis dense, any other strides.
+// Three axes as most kernels take them: the last dense, any other strides.
 inline Tensor DenseRows(const Tensor& tensor) {
   return tensor.stride(2) == 1 || tensor.size(2) <= 1 ? tensor : Contiguous(tensor);
+}
+// Contiguous and of another type, as the kernels take parameters.
+inline Tensor ToAccumulation(const Tensor& tensor, ScalarType acc) {
+  return torch::stable::contiguous(torch::stable::to(tensor, acc));
+}
+inline std::optional<Tensor> ToAccumulation(const std::optional<Tensor>& tensor, ScalarType acc) {
+  if (!tensor.has_value()) return std::nullopt;
+  return ToAccumulation(*tensor, acc);
 }
 inline const void* DataOrNull(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
@@ -96,6 +104,20 @@ inline PackingView CheckedPacking(const char* op, const Tensor& cu_seqlens, int6
   STD_TORCH_CHECK(packing.end() <= tokens, op, ": cu_seqlens must end at the number of tokens (", tokens,
                   ") or before, got ", packing.end());
   return packing;
+}
+
+// Where B rows of `row_tokens` lie one after the other, no sequence may go on from one row into the next.
+inline void CheckRowsAreCut(const char* op, const PackingView& packing, int64_t row_tokens) {
+  for (int64_t n = 0; n < packing.num_sequences; ++n) {
+    STD_TORCH_CHECK(packing.length(n) == 0 || packing.bos(n) / row_tokens == (packing.eos(n) - 1) / row_tokens, op,
+                    ": cu_seqlens must end a sequence where a row ends, got one from ", packing.bos(n), " to ",
+                    packing.eos(n), " in rows of ", row_tokens);
+  }
+}
+
+// A new output along the tokens is 0 where no sequence owns a token.
+inline void ClearPadding(const PackingView& packing, Tensor& tensor) {
+  if (packing.end() < packing.tokens) torch::stable::zero_(tensor);
 }
 
 // The tier that serves this call, at most `highest`: the highest tier that the op has texts for.

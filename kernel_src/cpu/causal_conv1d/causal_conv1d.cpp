@@ -77,8 +77,8 @@ int64_t ConvGroups(const PackingView& packing, bool channels_last) {
   return static_cast<int64_t>(MakeGroups(SequenceBlocks(packing, ConvBlockTokens(channels_last))).size());
 }
 
-void causal_conv1d_fwd_cpu(const ConvForwardArgs& args) {
-  const ConvKernels kernels = PickKernels(args.tier, args.dtype);
+void causal_conv1d_fwd_cpu(const ConvForwardArgs& args, Tier tier) {
+  const ConvKernels kernels = PickKernels(tier, args.dtype);
   const std::vector<SequenceBlock> blocks = SequenceBlocks(args.packing, ConvBlockTokens(args.channels_last));
   const std::vector<Group> groups = MakeGroups(blocks);
   const int64_t columns = (args.channels + kConvChannels - 1) / kConvChannels;
@@ -92,8 +92,8 @@ void causal_conv1d_fwd_cpu(const ConvForwardArgs& args) {
   ParallelForEach(args.packing.num_sequences, [&](int64_t n) { kernels.final_state(args, n, 0, args.channels); });
 }
 
-void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args) {
-  const ConvKernels kernels = PickKernels(args.tier, args.dtype);
+void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args, Tier tier) {
+  const ConvKernels kernels = PickKernels(tier, args.dtype);
   const int64_t acc_bytes = args.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
   const std::vector<SequenceBlock> blocks = SequenceBlocks(args.packing, ConvBlockTokens(args.channels_last));
   const std::vector<Group> groups = MakeGroups(blocks);
@@ -131,8 +131,8 @@ void causal_conv1d_reduce_cpu(const ConvBackwardArgs& args, int64_t groups, void
   }
 }
 
-void causal_conv1d_update_cpu(const ConvUpdateArgs& args) {
-  const ConvKernels kernels = PickKernels(args.tier, args.dtype);
+void causal_conv1d_update_cpu(const ConvUpdateArgs& args, Tier tier) {
+  const ConvKernels kernels = PickKernels(tier, args.dtype);
   // A step of a few rows is too small to be worth waking threads for every 64 channels.
   constexpr int64_t kStepChannels = 16 * kConvChannels;
   const int64_t columns = (args.channels + kStepChannels - 1) / kStepChannels;

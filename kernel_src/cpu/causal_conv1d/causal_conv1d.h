@@ -3,14 +3,11 @@
 
 #include <cstdint>
 
-#include "common/dtypes.h"
-#include "common/packing.h"
+#include "common/causal_conv1d.h"
 #include "cpu/simd/tier.h"
 
 namespace packfree {
 
-constexpr int kConvMinWidth = 2;
-constexpr int kConvMaxWidth = 8;
 // Channels of one work item: four registers of the widest tier.
 constexpr int64_t kConvChannels = 64;
 // Tokens a work item takes before the next one starts. Also the stretch over which one partial sum of the parameter
@@ -20,72 +17,14 @@ constexpr int64_t kConvGroupTokens = 512;
 // is a stretch of one channel, and longer ones mean fewer sums across lanes.
 constexpr int64_t ConvBlockTokens(bool channels_last) { return channels_last ? 64 : 512; }
 
-// Where x [B, T, D] (in whatever order its axes lie) keeps element (row, token, channel).
-struct ConvStrides {
-  int64_t row;
-  int64_t token;
-  int64_t channel;
-};
-
-// Elem is the dtype of x; Acc is float, or double where x is double. All pointers below are to one or the other.
-struct ConvArgs {
-  PackingView packing;        // over the B * T tokens of all rows; no sequence crosses a row
-  int64_t row_tokens;         // T
-  int64_t channels;           // D
-  int width;                  // W
-  bool silu;                  // y = silu(z), else y = z
-  bool channels_last;         // channels lie side by side in x (stride 1), else tokens do
-  const void* x;              // Elem
-  ConvStrides x_strides;
-  const void* weight;         // Acc [W, D]
-  const void* bias;           // Acc [D], or null
-  const void* initial_state;  // Acc [N, D, W - 1], or null: zeros
-  Dtype dtype;                // of Elem
-  Tier tier;
-};
-
-struct ConvForwardArgs : ConvArgs {
-  void* y;            // Elem, x's axis order, contiguous
-  ConvStrides y_strides;
-  void* final_state;  // Elem [N, D, W - 1], or null
-};
-
-struct ConvBackwardArgs : ConvArgs {
-  const void* dy;            // Elem
-  ConvStrides dy_strides;
-  const void* dfinal_state;  // Acc [N, D, W - 1], or null
-  void* dx;                  // Elem, x's axis order, contiguous
-  ConvStrides dx_strides;
-  void* dinitial_state;      // Acc [N, D, W - 1], or null
-  void* partials;            // Acc [groups, W + 1, D]: sums of dweight's W rows and of dbias over each group
-};
-
-struct ConvUpdateArgs {
-  int64_t batch, channels, tokens;
-  int width;
-  int64_t state_length;          // >= W - 1
-  bool silu;
-  const void* x;                 // Elem [B, D, T]
-  ConvStrides x_strides;
-  void* state;                   // Elem, shifted in place; row of batch entry b is state_rows[b]
-  ConvStrides state_strides;     // its "token" axis has state_length entries
-  const int64_t* state_rows;     // [B], or null: row b
-  const int64_t* cache_seqlens;  // [B], or null. Tokens seen so far, where the state is a circular buffer
-  const void* weight;            // Acc [W, D]
-  const void* bias;              // Acc [D], or null
-  void* y;                       // Elem [B, D, T], contiguous
-  Dtype dtype;
-  Tier tier;
-};
-
 // Number of groups that `packing` is cut into: the first extent of ConvBackwardArgs::partials.
 int64_t ConvGroups(const PackingView& packing, bool channels_last);
 
-void causal_conv1d_fwd_cpu(const ConvForwardArgs& args);
+void causal_conv1d_fwd_cpu(const ConvForwardArgs& args, Tier tier);
 // Fills dx, dinitial_state and partials. Tokens after the last boundary are not written.
-void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args);
+void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args, Tier tier);
 // Sums the groups of args.partials in order into dweight [D, W] and, unless null, dbias [D]; both Acc.
 void causal_conv1d_reduce_cpu(const ConvBackwardArgs& args, int64_t groups, void* dweight, void* dbias);
-void causal_conv1d_update_cpu(const ConvUpdateArgs& args);
+void causal_conv1d_update_cpu(const ConvUpdateArgs& args, Tier tier);
 
 }  // namespace packfree

@@ -70,16 +70,12 @@ void ReduceParameters(const ScanBackwardArgs& args) {
 
 int64_t ScanGroups(const PackingView& packing) { return static_cast<int64_t>(ScanStretches(packing).size()); }
 
-int64_t ScanParameterRows(const ScanArgs& args) {
-  return args.states * (1 + (args.B.fixed ? 1 : 0) + (args.C.fixed ? 1 : 0)) + 2;
-}
-
 int64_t ScanChannelBlocks(const ScanArgs& args) {
   return args.groups * ((args.channels / args.groups + kScanChannels - 1) / kScanChannels);
 }
 
-void mamba1_scan_fwd_cpu(const ScanForwardArgs& args) {
-  const ScanKernels kernels = PickKernels(args.tier, AccDtype(args));
+void mamba1_scan_fwd_cpu(const ScanForwardArgs& args, Tier tier) {
+  const ScanKernels kernels = PickKernels(tier, AccDtype(args));
   const std::vector<ScanItem> items = ScanItems(args);
   ScratchPool pool(ScratchBytes<ScanForwardTiles>(AccDtype(args), args));
   ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
@@ -88,8 +84,8 @@ void mamba1_scan_fwd_cpu(const ScanForwardArgs& args) {
   });
 }
 
-void mamba1_scan_bwd_cpu(const ScanBackwardArgs& args) {
-  const ScanKernels kernels = PickKernels(args.tier, AccDtype(args));
+void mamba1_scan_bwd_cpu(const ScanBackwardArgs& args, Tier tier) {
+  const ScanKernels kernels = PickKernels(tier, AccDtype(args));
   const std::vector<ScanItem> items = ScanItems(args);
   int64_t longest = 0;
   for (int64_t n = 0; n < args.packing.num_sequences; ++n) longest = std::max(longest, args.packing.length(n));

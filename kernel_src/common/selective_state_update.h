@@ -1,0 +1,28 @@
+// Arguments of the one-token update of Mamba's state, alike on every device.
+#pragma once
+
+#include <cstdint>
+
+namespace packfree {
+
+// One token for each of B sequences. Elem is the dtype of x, B, C, z and of the result. Strides in elements.
+struct SelectiveStateUpdate {
+  int64_t batch, heads, groups, head_dim, state_dim;
+  void* state;                              // Acc or Elem [B, H, P, S], the last axis dense; updated in place
+  int64_t state_batch, state_head, state_row;
+  bool wide_state;                          // whether the state is Acc
+  const void* x;                            // Elem [B, H, P], contiguous
+  const void* b;                            // Elem [B, G, S], contiguous
+  const void* c;                            // Elem [B, G, S], contiguous
+  const void* z;                            // Elem [B, H, P], contiguous, or null
+  const void* dt;                           // Acc [B, H, P], any strides
+  int64_t dt_batch, dt_head, dt_row;
+  const void* a;                            // Acc [H, P, S], stride 0 or 1 along the last axis
+  int64_t a_head, a_row, a_column;
+  const void* d;                            // Acc [H, P], contiguous, or null
+  const void* dt_bias;                      // Acc [H, P], contiguous, or null
+  bool softplus;
+  void* y;                                  // Elem [B, H, P], contiguous
+};
+
+}  // namespace packfree

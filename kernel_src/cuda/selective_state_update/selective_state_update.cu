@@ -1,0 +1,24 @@
+#include "cuda/selective_state_update/selective_state_update.h"
+
+#include <type_traits>
+
+#include "cuda/selective_state_update/update.cuh"
+
+namespace packfree {
+
+const char* selective_state_update_cuda(const SelectiveStateUpdate& args, Dtype dtype, void* stream) {
+  Launcher launcher(stream);
+  const int64_t rows = args.batch * args.heads * args.head_dim;
+  const int64_t blocks = BlocksFor((rows + 3) / 4, 16);
+  WithElement(dtype, [&](auto element) {
+    using Elem = decltype(element);
+    if (args.wide_state) {
+      launcher.Run(&StateUpdateKernel<Elem, float>, blocks, kUpdateThreads, args);
+    } else {
+      launcher.Run(&StateUpdateKernel<Elem, Elem>, blocks, kUpdateThreads, args);
+    }
+  });
+  return launcher.error();
+}
+
+}  // namespace packfree

@@ -1,0 +1,26 @@
+// In CUDA variants only: build.toml lists it with the CUDA kernels.
+#include "bindings/cuda.h"
+#include "bindings/selective_state_update.h"
+#include "cuda/selective_state_update/selective_state_update.h"
+
+namespace packfree {
+namespace {
+
+Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
+                              const Tensor& C, const std::optional<Tensor>& D, const std::optional<Tensor>& z,
+                              const std::optional<Tensor>& dt_bias, bool dt_softplus) {
+  const char* op = "selective_state_update";
+  CheckNoDouble(op, "x", x);
+  const CudaCall call(op, x);
+  const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus);
+  call.Check(selective_state_update_cuda(step.args, DtypeOf(op, x), call.stream()));
+  return step.y;
+}
+
+}  // namespace
+
+void implement_selective_state_update_cuda(OpLibrary& ops) {
+  ops.impl("selective_state_update", TORCH_BOX(&selective_state_update));
+}
+
+}  // namespace packfree
