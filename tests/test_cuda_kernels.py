@@ -8,8 +8,7 @@ import torch
 
 from tests.harness import properties
 from tests.harness.cuda import served_by_cuda
-from tests.harness.packings import SMALL, Pack, catalogue
-from tests.harness.properties import assert_same_bits
+from tests.harness.packings import Pack, catalogue
 from tests.ops import causal_conv1d as conv
 from tests.ops import mamba1_scan as scan
 

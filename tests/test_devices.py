@@ -1,5 +1,6 @@
 """CUDA tensors and models, as far as a CPU can tell: refused by name where there is no kernel, stock path in models."""
 
+import dataclasses
 import importlib
 
 import pytest
@@ -82,3 +83,14 @@ def test_models_on_another_device_keep_the_stock_path(kernel, monkeypatch, model
     assert torch.equal(left_alone, stock)
     # Transformers' own path mixes the samples of these models, so the two paths can be told apart.
     assert not torch.allclose(served, stock, atol=1e-3)
+
+
+def test_status_tells_what_serves_each_op_on_a_gpu(kernel):
+    status = kernel.hooks_status()
+    assert status.cuda == {}  # a CPU variant
+    paths = importlib.import_module(f"{kernel.__name__}._devices").cuda_paths()
+    assert paths["flash_attn_varlen_fwd"] == "PyTorch's kernel or Triton, by the call"
+    assert "CUDA C++" not in paths.values() and "packing_from_labels" in paths
+    text = str(dataclasses.replace(status, cuda=paths))
+    assert "flash_attn_varlen_fwd: PyTorch's kernel or Triton" in " ".join(text.split())
+    assert max(len(line) for line in text.splitlines() if line.startswith("  CUDA")) <= 100

@@ -60,12 +60,14 @@ def served_devices() -> Tuple[str, ...]:
 
 
 def cuda_paths() -> Dict[str, str]:
-    """Op -> what serves it on CUDA tensors: compiled ahead, Triton, or nothing."""
-    compiled = _compiled_for_cuda()
-    return {
-        name: "CUDA C++" if name in compiled else "Triton" if name in TRITON else "not served"
-        for name in sorted(_names_with_kernel("CPU"))
-    }
+    """Op -> what serves it on CUDA tensors: compiled ahead, Triton, PyTorch's own kernel or Triton, or nothing."""
+    paths = dict.fromkeys(sorted(_names_with_kernel("CPU")), "not served")
+    for name, module in TRITON.items():
+        # A module that is not a kernel's own chooses, call by call.
+        ours = module.rpartition(".")[2].startswith("triton_")
+        paths[name] = "Triton" if ours else "PyTorch's kernel or Triton, by the call"
+    paths.update(dict.fromkeys(_compiled_for_cuda() & paths.keys(), "CUDA C++"))
+    return paths
 
 
 def triton_implementation(name: str) -> Callable:

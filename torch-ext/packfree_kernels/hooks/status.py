@@ -31,8 +31,8 @@ class HooksStatus:
         variant: folder of this build, for example ``torch-stable-abi211-cpu-x86_64-linux``.
         kernel_id: the build's id.
         cpu_tier: instruction tier that the CPU kernels use, or None where it cannot be asked.
-        cuda: op -> what serves it on CUDA tensors: ``"CUDA C++"``, ``"Triton"`` or ``"not served"``. Empty in a CPU
-            variant, which leaves packed calls on a GPU to transformers.
+        cuda: op -> what serves it on CUDA tensors: ``"CUDA C++"``, ``"Triton"``, for attention PyTorch's kernel or
+            Triton, or ``"not served"``. Empty in a CPU variant, which leaves packed calls on a GPU to transformers.
         fallbacks: what serves with less than it could, one sentence each; importing the package warns of them.
     """
 
