@@ -13,6 +13,7 @@ PLANTED = [
     ("python_imports", "packing.py", "from packfree_kernels import layers", "imports packfree_kernels"),
     ("python_imports", "packing.py", "class A:\n    import transformers", "imports transformers"),
     ("python_imports", "packing.py", "def f():\n    import pandas", "imports pandas"),
+    ("python_imports", "packing.py", "import triton", "packing.py:{line} imports triton"),
     ("python_syntax", "packing.py", "def f(x):\n    match x:\n        case 1:\n            pass", "3.10"),
     ("python_syntax", "packing.py", "def f(x: int | None): pass", "3.10"),
     ("python_syntax", "packing.py", "import itertools\nitertools.pairwise([])", "3.10"),
