@@ -1,18 +1,15 @@
-// Blocks of CUDA threads on a host. Built with CUDA_HOST_THREADS, every CUDA thread is a thread of the operating system
-// and the blocks of a launch run side by side, for the thread sanitizer to watch. Else they are fibers, which take
-// turns at the barriers: the same order every time and a hundred times faster.
+// Blocks of CUDA threads on a host. A fiber stands for each CUDA thread: it has a stack of its own and gives way at
+// barriers, so that a block runs in the same order every time and without the system's scheduler. To the thread
+// sanitizer every fiber is a thread of its own, in order with others only where barriers put it: it sees races that
+// this order hides, those between the blocks of a launch too.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <vector>
-
-#ifdef CUDA_HOST_THREADS
-#include <barrier>
-#include <deque>
-#endif
 
 namespace cuda_host {
 
@@ -22,25 +19,15 @@ struct Index {
 
 class Barrier {
  public:
-  explicit Barrier(int threads)
-#ifdef CUDA_HOST_THREADS
-      : barrier_(threads) {
-  }
-  void Wait() { barrier_.arrive_and_wait(); }
-
- private:
-  std::barrier<> barrier_;
-#else
-      : threads_(threads) {
-  }
-  // Runs other fibers until all threads have come; aborts if some never will.
+  explicit Barrier(int threads) : threads_(threads) {}
+  // Gives way to other fibers until all threads have come; aborts if some never will.
   void Wait();
   unsigned round() const { return round_; }
 
  private:
   int threads_, arrived_ = 0;
   unsigned round_ = 0;
-#endif
+  char order_[2] = {};  // what the sanitizer knows rounds by; two, because the next begins before all have left one
 };
 
 struct Warp {
@@ -58,14 +45,10 @@ class Block {
 
   Index index, grid, threads;
   Barrier all;
-#ifdef CUDA_HOST_THREADS
-  std::deque<Warp> warps;  // std::barrier does not move
-#else
   std::vector<Warp> warps;
-#endif
 
  private:
-  std::mutex mutex_;
+  std::mutex mutex_;  // tells the sanitizer that the memory is made before it is used
   char* shared_ = nullptr;
   size_t shared_bytes_ = 0;
 };
@@ -84,7 +67,7 @@ struct Faults {
 };
 extern Faults faults;
 
-extern thread_local Lane* lane;
+extern Lane* lane;
 inline Index& ThreadIndex() { return lane->thread; }
 inline Index& BlockIndex() { return lane->block->index; }
 inline Index& BlockExtent() { return lane->block->threads; }

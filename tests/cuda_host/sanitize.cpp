@@ -1,8 +1,8 @@
 // Random calls of the CUDA kernels on a host, for a sanitizer to watch: every tensor is a block of memory of its own.
 //
-//     sanitize [--first N] [--inputs N] [--skip-barrier N] [--short] [--short-shared]
+//     sanitize [--first N] [--inputs N] [--tokens N] [--skip-barrier N] [--short] [--short-shared]
 //
-// The last three are faults on purpose (engine.h; --short: every tensor lacks its last element). Prints TRIED and the
+// Rows have up to --tokens tokens. The last three are faults on purpose (engine.h; --short: every tensor lacks its last element). Prints TRIED and the
 // number of inputs.
 #include <algorithm>
 #include <cstdio>
@@ -22,6 +22,7 @@
 namespace packfree {
 
 static bool short_tensors = false;
+static int64_t most_tokens = 150;
 
 class Input {
  public:
@@ -82,7 +83,7 @@ static void Expect(const char* error) {
 }
 
 static void Convolution(Input& input) {
-  const int64_t rows = input.Between(1, 2), T = input.Between(1, 150), D = input.Between(1, 70);
+  const int64_t rows = input.Between(1, 2), T = input.Between(1, most_tokens), D = input.Between(1, 70);
   ConvArgs args{};
   args.packing = input.Packing(rows, T);
   args.row_tokens = T;
@@ -124,7 +125,7 @@ static void Convolution(Input& input) {
 }
 
 static void Scan(Input& input) {
-  const int64_t rows = input.Between(1, 2), T = input.Between(1, 150), G = input.Between(1, 2);
+  const int64_t rows = input.Between(1, 2), T = input.Between(1, most_tokens), G = input.Between(1, 2);
   const int64_t D = G * input.Between(1, 5), N = input.Between(1, 3);
   const Dtype dtype = input.DrawDtype(), wide = Dtype::kFloat32;
   const bool channels_last = input.Coin(), gated = input.Coin();
@@ -190,7 +191,7 @@ static void StateUpdate(Input& input) {
 }
 
 static void Boundaries(Input& input) {
-  const int64_t rows = input.Between(1, 2), T = input.Between(1, 3000);
+  const int64_t rows = input.Between(1, 2), T = input.Between(1, 20 * most_tokens);
   std::vector<int64_t> positions(rows * T);
   for (int64_t& position : positions) position = input.Between(0, 2);
   const BoundarySource source{input.Integers(positions), true, static_cast<BoundaryRule>(input.Between(0, 2)), T,
@@ -209,6 +210,7 @@ int main(int count, char** arguments) {
     const std::string option = arguments[i];
     if (option == "--first") first = std::atoi(arguments[++i]);
     if (option == "--inputs") inputs = std::atoi(arguments[++i]);
+    if (option == "--tokens") packfree::most_tokens = std::atoi(arguments[++i]);
     if (option == "--skip-barrier") cuda_host::faults.skipped_barrier = std::atoi(arguments[++i]);
     if (option == "--short") packfree::short_tensors = true;
     if (option == "--short-shared") cuda_host::faults.short_shared = 4;

@@ -8,14 +8,14 @@
 
 namespace packfree {
 
-// Blocks of a multiprocessor that are resident at once, about: they stride over the rest.
-constexpr int kConvForwardResident = 6;
+// Blocks of a multiprocessor that are resident at once: they stride over the rest.
+constexpr int kConvForwardResident = 5;
 
 template <int kWidth>
 constexpr int kConvForwardRun = kWidth > 4 ? 4 : 8;  // tokens of a run
 
 template <class Elem, int kWidth, bool kChannelsLast>
-__global__ void __launch_bounds__(kConvThreads)
+__global__ void __launch_bounds__(kConvThreads, kConvForwardResident)
     ConvForwardKernel(ConvForwardArgs args, const int32_t* owners, ConvElements<Elem> x, ConvElements<Elem> y) {
   using Shape = ConvShape<kChannelsLast>;
   constexpr int kChannels = Shape::kChannels, kRun = kConvForwardRun<kWidth>;

@@ -235,7 +235,7 @@ __device__ __forceinline__ void ReverseState(const ScanBackwardArgs& args, int64
   if (lane % 2 == 0) shared.sums[threadIdx.x / 32][n][lane / 2] = sum;
 }
 
-static __global__ void __launch_bounds__(kScanThreads)
+static __global__ void __launch_bounds__(kScanThreads, kScanBackwardResident)
     ScanBackwardKernel(ScanBackwardArgs args, const int32_t* owners, ScanSlots states, ScanSlots gradients,
                        float* scratch) {
   PACKFREE_SHARED(ScanBackwardShared, shared);

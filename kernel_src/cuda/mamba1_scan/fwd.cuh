@@ -58,7 +58,7 @@ struct ScanStretch {
 };
 
 // In slot j stands the state before the tile's continued chunk; behind it, the state that the tile has reached.
-static __global__ void __launch_bounds__(kScanThreads)
+static __global__ void __launch_bounds__(kScanThreads, kScanForwardResident)
     ScanForwardKernel(ScanForwardArgs args, const int32_t* owners, ScanSlots slots) {
   PACKFREE_SHARED(ScanShared, shared);
   const int64_t columns = ColumnsOf(args), items = TilesOf(args.packing.tokens) * columns;

@@ -5,10 +5,6 @@
 namespace packfree {
 namespace {
 
-// Blocks of a multiprocessor that are resident at once, about: they stride over the rest.
-constexpr int kForwardResident = 8;
-constexpr int kBackwardResident = 4;
-
 int64_t ItemsOf(const ScanArgs& args) { return TilesOf(args.packing.tokens) * ColumnsOf(args); }
 
 // Cuts scratch into pieces of 4-byte elements, or only counts them.
@@ -47,14 +43,14 @@ struct BackwardScratch : ForwardScratch {
 
   BackwardScratch(const ScanArgs& args, Pieces& pieces)
       : ForwardScratch(args, pieces), gradients(TakeSlots(args, pieces)),
-        blocks(BlocksFor(ItemsOf(args), kBackwardResident)), kept(pieces.Take(blocks * KeptFloats(args))) {}
+        blocks(BlocksFor(ItemsOf(args), kScanBackwardResident)), kept(pieces.Take(blocks * KeptFloats(args))) {}
 };
 
 // The state before each continued chunk, or with kBackward its gradient.
 template <bool kBackward>
 void RunChunks(Launcher& launcher, const ScanArgs& args, const ScanInput& dy, const void* given, const int32_t* owners,
                const ScanSlots& slots) {
-  launcher.Run(&ScanChunkKernel<kBackward>, BlocksFor(ItemsOf(args), kForwardResident), kScanThreads, args, dy, owners,
+  launcher.Run(&ScanChunkKernel<kBackward>, BlocksFor(ItemsOf(args), kScanChunkResident), kScanThreads, args, dy, owners,
                slots);
   const int64_t elements = (args.states * args.channels + kElementThreads - 1) / kElementThreads;
   launcher.Run(&ScanCarryKernel<kBackward>, BlocksFor(TilesOf(args.packing.tokens) * elements, 8), kElementThreads,
@@ -109,7 +105,7 @@ const char* mamba1_scan_fwd_cuda(const ScanForwardArgs& args, float* scratch, vo
   const ForwardScratch own(args, pieces);
   RunOwners(launcher, args.packing, own.owners);
   RunChunks<false>(launcher, args, {}, args.initial_state, own.owners, own.states);
-  launcher.Run(&ScanForwardKernel, BlocksFor(ItemsOf(args), kForwardResident), kScanThreads, args, own.owners,
+  launcher.Run(&ScanForwardKernel, BlocksFor(ItemsOf(args), kScanForwardResident), kScanThreads, args, own.owners,
                own.states);
   RunEmpty(launcher, args, args.initial_state, args.final_state);
   return launcher.error();

@@ -1,0 +1,63 @@
+"""The committed table of what CUDA kernels take of a GPU: whole, and without spills. Compiling anew takes minutes, so
+only the smallest source is compiled here; ``tools/cuda_table.py --check`` compares them all."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.conftest import ROOT, load_tool
+
+ROWS = json.loads((ROOT / "kernel_src" / "cuda" / "REGISTERS.json").read_text())
+
+
+def test_no_kernel_spills():
+    assert [row for row in ROWS if row["spilled"]] == []
+
+
+def test_shared_memory_fits_without_being_asked_for():
+    assert all(row["shared"] <= 48 * 1024 for row in ROWS)
+
+
+def test_every_kernel_is_there_in_every_architecture():
+    tool = load_tool("cuda_table")
+    written = set()
+    for path in (ROOT / "kernel_src" / "cuda").rglob("*.cu*"):
+        written |= set(re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\))?\s*(\w+)\(", path.read_text()))
+    listed = {re.sub("<.*", "", row["kernel"]) for row in ROWS}
+    assert len(written) > 10 and listed == written
+    assert {row["file"] for row in ROWS} == {
+        path.relative_to(ROOT / "kernel_src").as_posix() for path in tool.sources()
+    }
+    kernels = {(row["file"], row["kernel"]) for row in ROWS}
+    archs = {f"sm_{arch}" for arch in tool.ARCHS}
+    assert len(ROWS) == len(kernels) * len(archs) and {row["arch"] for row in ROWS} == archs
+
+
+def test_the_log_of_the_compiler_is_read():
+    """A spill in it reaches the table."""
+    log = (
+        "ptxas info    : Compiling entry function '_ZN8packfree4KeptIfEEvi' for 'sm_90'\n"
+        "ptxas info    : Function properties for _ZN8packfree4KeptIfEEvi\n"
+        "    24 bytes stack frame, 40 bytes spill stores, 56 bytes spill loads\n"
+        "ptxas info    : Used 128 registers, used 1 barriers, 24 bytes cumulative stack size, 9216 bytes smem, "
+        "400 bytes cmem[0]\n"
+    )
+    (row,) = load_tool("cuda_table").rows_of(ROOT / "kernel_src/cuda/x.cu", log)
+    assert row == {
+        "file": "cuda/x.cu", "kernel": "Kept<float>", "arch": "sm_90", "registers": 128, "spilled": 96, "stack": 24,
+        "shared": 9216, "constant": 400,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles with nvcc, which is not on PATH")
+def test_the_tool_compiles(monkeypatch):
+    tool = load_tool("cuda_table")
+    source = ROOT / "kernel_src" / "cuda" / "packing" / "packing.cu"
+    monkeypatch.setattr(tool, "sources", lambda: [source])
+    monkeypatch.setattr(tool, "ARCHS", ("90",))
+    found = tool.compiled()
+    listed = [row for row in ROWS if row["file"] == "cuda/packing/packing.cu" and row["arch"] == "sm_90"]
+    assert [row["kernel"] for row in found] == [row["kernel"] for row in listed]
+    assert all(row["registers"] > 0 and not row["spilled"] for row in found)
