@@ -28,13 +28,17 @@ def _served_by_triton(kernel):
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_reference(case, dtype):
-    properties.check_against_reference(op_under_test(case), EDGES, dtype)
+def test_matches_reference(case):
+    properties.check_against_reference(op_under_test(case), EDGES, torch.float32)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[8]], ids=str)
+def test_matches_reference_in_half_precision(case):
+    properties.check_against_reference(op_under_test(case), EDGES, torch.float16)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=str)
 def test_long_sequences(case):
     """Several whole blocks between the masked ones at both ends."""
     properties.check_against_reference(op_under_test(case), LONG, torch.float32)
@@ -100,8 +104,8 @@ def _agree(inputs, ours, reference, tokens):
 
 
 LENGTH_PAIRS = [
-    ((5, 70, 1), (9, 101, 3)),  # more keys: the last query is aligned with the last key
-    ((9, 101, 3), (5, 70, 1)),  # more queries: causal, the first ones see nothing
+    ((5, 40, 1), (9, 67, 3)),  # more keys: the last query is aligned with the last key
+    ((9, 67, 3), (5, 40, 1)),  # more queries: causal, the first ones see nothing
     ((4, 0, 30, 0), (0, 5, 30, 0)),  # queries without keys, keys without queries
 ]
 
@@ -151,7 +155,7 @@ def test_dropout_matches_reference(kernel, dtype):
 def test_every_window_hides_what_it_should(kernel):
     """Windows of all kinds over lengths of all kinds, against the reference."""
     draw = random.Random(3)
-    for _ in range(12):
+    for _ in range(8):
         lengths = [(draw.randrange(40), draw.randrange(80)) for _ in range(3)]
         queries, keys = (Pack("random", tuple(part)) for part in zip(*lengths))
         window = (draw.choice([-1, 0, 3, 33, 70, 2**62]), draw.choice([-1, 0, 5, 40, 2**63 - 1]))

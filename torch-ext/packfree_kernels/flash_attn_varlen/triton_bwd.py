@@ -39,7 +39,9 @@ def query_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[st
         return tile(32, 16 if wide else 32, 8, 2)
     if dropout:
         return tile(32, 32, 8, 2)
-    return tile(32, 64, 8, 2) if wide else tile(128 if on.arch >= 90 else 64, 64, 8, 2)
+    if on.arch < 90:
+        return tile(64, 32 if wide else 64, 8, 2)
+    return tile(32, 64, 8, 2) if wide else tile(128, 64, 8, 2)
 
 
 def key_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str, int]:
