@@ -41,7 +41,7 @@ def query_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[st
         return tile(32, 32, 8, 2)
     if on.arch < 90:
         return tile(64, 32 if wide else 64, 8, 2)
-    return tile(32, 64, 8, 2) if wide else tile(128, 64, 8, 2)
+    return tile(32, 64, 8, 2) if wide else tile(128 if dims <= 64 or on.arch < 100 else 64, 64, 8, 2)
 
 
 def key_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str, int]:
