@@ -210,3 +210,27 @@ def test_rows_without_keys_through_pytorch_kernels(kernel, pytorch_kernels):
     assert bool((lse[:, :2] == float("-inf")).all()) and bool((lse[:, 6] == 0).all()) and bool((out[6] == 0).all())
     dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
     assert bool((dq[6] == 0).all()) and bool((dk[5:] == 0).all()) and bool((dv[5:] == 0).all())
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        dict(cache_batch_idx=torch.tensor([2, 0]), cache_seqlens=3),
+        dict(block_table=torch.tensor([[0, 2], [1, 0]]), cache_seqlens=torch.tensor([3, 4])),
+    ],
+    ids=["rows", "pages"],
+)
+def test_cache_offsets_lie_where_the_queries_do(kernel, monkeypatch, places):
+    """Also if lengths and places are on the CPU; the meta device stands for a GPU."""
+    kvcache = module(kernel, "flash_attn_varlen.kvcache")
+    devices = []
+
+    def attend(op, *tensors_and_settings):
+        tensors = [value for value in tensors_and_settings if isinstance(value, torch.Tensor)]
+        devices.extend(tensor.device.type for tensor in tensors)
+        return tensors[0], tensors[0].new_empty(4, 2)
+
+    monkeypatch.setattr(kvcache, "_attend", attend)
+    q, new, cache = (torch.empty(shape, device="meta") for shape in ((2, 1, 4, 16), (2, 1, 2, 16), (3, 12, 2, 16)))
+    kernel.flash_attn_with_kvcache(q, cache, cache, new, new, **places)
+    assert devices == ["meta"] * 5
