@@ -1,22 +1,19 @@
-"""flash_attn_varlen on a GPU, as far as a CPU can tell: our Triton kernels in the interpreter, the choice of kernel."""
+"""flash_attn_varlen in Triton: the kernels run in the interpreter, through the public functions, on CPU tensors."""
 
-import dataclasses
-import importlib
 import random
 
 import pytest
 import torch
 
 from tests.harness import properties
-from tests.harness.fake_cuda import fake, fake_cuda
 from tests.harness.packings import Pack
 from tests.harness.properties import assert_same_bits
 from tests.harness.tolerance import check_close
 from tests.harness.triton import DTYPES, served_by_triton
 from tests.ops.flash_attn_varlen import CASES, Case, op_under_test
 
-# Tiles of 64 rows and 32 keys, and more: lengths around both, an empty sequence and padding.
-EDGES = Pack("edges", (1, 33, 0, 64, 31), padding=5)
+# Tiles have 64 or 128 rows, which are 32 or 64 tokens of two heads, and 32 or 64 keys.
+EDGES = Pack("edges", (33, 0, 65, 1), padding=3)
 LONG = Pack("one long among short", (2, 135, 1))
 SMALL = Pack("small", (3, 0, 17, 1), padding=2)
 
@@ -31,17 +28,17 @@ def _served_by_triton(kernel):
     torch.use_deterministic_algorithms(before)
 
 
-def module(kernel, name):
-    return importlib.import_module(f"{kernel.__name__}.{name}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_reference(case, dtype):
-    properties.check_against_reference(op_under_test(case), EDGES, dtype)
+def test_matches_reference(case):
+    properties.check_against_reference(op_under_test(case), EDGES, torch.float32)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[8]], ids=str)
+def test_matches_reference_in_half_precision(case):
+    properties.check_against_reference(op_under_test(case), EDGES, torch.float16)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=str)
 def test_long_sequences(case):
     """Several whole blocks between the masked ones at both ends."""
     properties.check_against_reference(op_under_test(case), LONG, torch.float32)
@@ -49,15 +46,14 @@ def test_long_sequences(case):
 
 @pytest.mark.kernels_ci
 def test_packed_equals_alone():
-    properties.check_packed_equals_alone(op_under_test(CASES[8]), SMALL, torch.float32)
+    properties.check_packed_equals_alone(op_under_test(CASES[8]), Pack("two", (3, 9), padding=1), torch.float32)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=str)
 def test_packing_properties(case):
     op = op_under_test(case)
     properties.check_packed_equals_alone(op, EDGES, torch.float16)
-    properties.check_permutation(op, EDGES, torch.float16)
-    properties.check_isolation(op, EDGES, torch.float16, victims=(1, 3))
+    properties.check_isolation(op, EDGES, torch.float16, victims=(0,))
 
 
 def test_memory_forms():
@@ -70,9 +66,9 @@ def test_head_dims(dims):
 
 
 def test_more_heads_in_a_group_than_rows_in_a_tile():
-    case = Case("wide group", heads=(150, 1), dims=(8, 8), window=(5, 0), sinks=True)
+    case = Case("wide group", heads=(70, 1), dims=(8, 8), window=(5, 0), sinks=True)
     op = op_under_test(case)
-    pack = Pack("wide group", (3, 9), padding=1)
+    pack = Pack("wide group", (1, 4), padding=1)
     properties.check_against_reference(op, pack, torch.float32)
     properties.check_packed_equals_alone(op, pack, torch.float32)
 
@@ -108,8 +104,8 @@ def _agree(inputs, ours, reference, tokens):
 
 
 LENGTH_PAIRS = [
-    ((5, 70, 1), (9, 101, 3)),  # more keys: the last query is aligned with the last key
-    ((9, 101, 3), (5, 70, 1)),  # more queries: causal, the first ones see nothing
+    ((5, 40, 1), (9, 67, 3)),  # more keys: the last query is aligned with the last key
+    ((9, 67, 3), (5, 40, 1)),  # more queries: causal, the first ones see nothing
     ((4, 0, 30, 0), (0, 5, 30, 0)),  # queries without keys, keys without queries
 ]
 
@@ -159,7 +155,7 @@ def test_dropout_matches_reference(kernel, dtype):
 def test_every_window_hides_what_it_should(kernel):
     """Windows of all kinds over lengths of all kinds, against the reference."""
     draw = random.Random(3)
-    for _ in range(12):
+    for _ in range(8):
         lengths = [(draw.randrange(40), draw.randrange(80)) for _ in range(3)]
         queries, keys = (Pack("random", tuple(part)) for part in zip(*lengths))
         window = (draw.choice([-1, 0, 3, 33, 70, 2**62]), draw.choice([-1, 0, 5, 40, 2**63 - 1]))
@@ -239,191 +235,3 @@ def test_refuses_what_no_gpu_kernel_serves(kernel):
     q, v = torch.randn(4, 2, 8), torch.randn(4, 2, 257)
     with pytest.raises(ValueError, match=r"head_dim of v must lie in 1 \.\. 256 on a GPU, got 257"):
         kernel.flash_attn_varlen_func(q, q, v, [0, 4])
-
-
-# ---- on CUDA tensors that have no values -----------------------------------------------------------------------------
-
-
-def call_on_fake_cuda(kernel, dtype=torch.bfloat16, heads=(4, 2), dims=(64, 64), tokens=300, sequences=5, **changes):
-    """Forward and backward of the op for a kind of GPU, through fake tensors; returns their results."""
-    cuda = module(kernel, "flash_attn_varlen.cuda")
-    q, k, v = (
-        torch.empty(tokens, heads[0], dims[0]),
-        torch.empty(tokens, heads[1], dims[0]),
-        torch.empty(tokens, heads[1], dims[1]),
-    )
-    q, k, v = (fake(x.to(dtype)) for x in (q, k, v))
-    offsets = fake(torch.empty(sequences + 1, dtype=torch.int32))
-    settings = dict(
-        s_aux=None, seed=None, dropout_p=0.0, softmax_scale=0.1, window_left=-1, window_right=0, softcap=0.0
-    )
-    lse_gradient = changes.pop("lse_gradient", False)
-    settings.update(changes)
-    out, lse = cuda.flash_attn_varlen_fwd(q, k, v, offsets, offsets, **settings)
-    dlse = torch.empty_like(lse) if lse_gradient else None
-    return out, lse, *cuda.flash_attn_varlen_bwd(out, dlse, q, k, v, out, lse, offsets, offsets, **settings)
-
-
-@pytest.mark.parametrize("name", ["SM80", "SM90", "SM100", "GFX942"])
-def test_no_value_is_read(kernel, name):
-    """Every launch is made of shapes alone; results have the shapes of the op's."""
-    launcher = module(kernel, "_triton.launch")
-    target = getattr(launcher, name)
-    for dtype in (torch.float32, torch.bfloat16):
-        with fake_cuda(), launcher.recorded(target) as launches:
-            sinks = dict(s_aux=fake(torch.empty(4)), softcap=3.0, window_left=7)
-            dropout = dict(seed=torch.empty(1, dtype=torch.int64), dropout_p=0.1)
-            for changes in (sinks, dropout):
-                out, lse, dq, dk, dv, ds_aux = call_on_fake_cuda(kernel, dtype, dims=(72, 40), **changes)
-                assert out.shape == (300, 4, 40) and lse.shape == (4, 300) and dq.shape == (300, 4, 72)
-                assert dk.shape == (300, 2, 72) and dv.shape == (300, 2, 40)
-                assert ds_aux.shape == ((4,) if "s_aux" in changes else (0,)) and ds_aux.dtype == torch.float32
-        names = [launch.kernel.fn.__name__ for launch in launches]
-        assert {"_forward", "_backward_queries", "_backward_keys"} <= set(names)
-
-
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Which of PyTorch's attention ops were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "flash_attention" in func.name():
-            self.names.add(func.name().split("_")[-1])
-        return func(*args, **(kwargs or {}))
-
-
-BOTH, FORWARD, NEITHER = {"forward", "backward"}, {"forward"}, set()
-CHOICES = [
-    ("half precision", {}, BOTH),
-    ("fp16", dict(dtype=torch.float16), BOTH),
-    ("fp32", dict(dtype=torch.float32), NEITHER),
-    ("wide heads", dict(dims=(256, 256)), BOTH),
-    ("a dim that is no multiple of 8", dict(dims=(36, 36)), NEITHER),
-    ("another value dim", dict(dims=(64, 32)), NEITHER),
-    ("window", dict(window_left=5, window_right=3), BOTH),
-    ("softcap", dict(softcap=3.0), NEITHER),
-    ("negative scale", dict(softmax_scale=-0.1), NEITHER),
-    ("gradient of lse", dict(lse_gradient=True), FORWARD),
-    ("seed", dict(seed=torch.zeros(1, dtype=torch.int64)), NEITHER),
-    ("sinks", dict(s_aux=torch.zeros(4)), NEITHER),
-    ("static form", dict(sequences=300), NEITHER),
-    ("no tokens", dict(tokens=0), NEITHER),
-]
-
-
-@pytest.mark.parametrize("changes, chosen", [choice[1:] for choice in CHOICES], ids=[choice[0] for choice in CHOICES])
-def test_choice_of_kernel(kernel, monkeypatch, changes, chosen):
-    launcher = module(kernel, "_triton.launch")
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    torch.use_deterministic_algorithms(False)
-    for target, expected in ((launcher.SM80, chosen), (launcher.SM90, chosen), (launcher.GFX942, NEITHER)):
-        with fake_cuda(), launcher.recorded(target) as launches, Calls() as calls:
-            call_on_fake_cuda(kernel, **{name: fake(value) for name, value in changes.items()})
-        ours = {launch.kernel.fn.__name__ for launch in launches} & {"_forward", "_backward_keys"}
-        assert calls.names == expected
-        assert changes.get("tokens") == 0 or ours == {
-            {"forward": "_forward", "backward": "_backward_keys"}[name] for name in BOTH - expected
-        }
-
-
-def test_deterministic_mode_chooses_ours(kernel, monkeypatch):
-    launcher = module(kernel, "_triton.launch")
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        with fake_cuda(), launcher.recorded(launcher.SM90), Calls() as calls:
-            call_on_fake_cuda(kernel)
-        assert calls.names == (NEITHER if deterministic else BOTH)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_argument_reaches_the_choice(kernel, monkeypatch, deterministic):
-    cuda = module(kernel, "flash_attn_varlen.cuda")
-    seeds = []
-
-    def served_by(q, k, v, cu_seqlens_q, s_aux, seed, *rest):
-        seeds.append(seed)
-        return cuda.TRITON
-
-    monkeypatch.setattr(cuda, "served_by", served_by)
-    q = torch.randn(5, 2, 16, requires_grad=True)
-    kernel.flash_attn_varlen_func(q, q, q, [0, 5], deterministic=deterministic).sum().backward()
-    kernel.flash_attn_func(q[None], q[None], q[None], deterministic=deterministic).sum().backward()
-    assert [seed is not None for seed in seeds] == [deterministic] * 4
-
-
-# ---- PyTorch's kernels, stood in for by the reference ----------------------------------------------------------------
-
-
-class PyTorchKernels:
-    """The two aten ops as CUDA has them: bounds that only size a grid, NaN in rows they leave unwritten, lse +infinity
-    for rows that see no key."""
-
-    def __init__(self, kernel):
-        self.reference = kernel.flash_attn_varlen.flash_attn_varlen_reference
-        self.calls = []
-
-    def forward(self, q, k, v, cu_q, cu_k, longest_q, longest_k, dropout_p, causal, debug, **options):
-        self._check("forward", (q, k, v), cu_q, cu_k, longest_q, longest_k, causal, options)
-        assert options.pop("num_splits", 1) == 1 and dropout_p == 0 and not debug
-        out, lse = self._reference(q, k, v, cu_q, cu_k, options)
-        out[int(cu_q[-1]) :], lse[:, int(cu_q[-1]) :] = float("nan"), float("nan")
-        return out, lse.float().masked_fill(lse == float("-inf"), float("inf")), None, None, None
-
-    def backward(
-        self, dout, q, k, v, out, lse, cu_q, cu_k, longest_q, longest_k, dropout_p, causal, state, unused, **options
-    ):
-        self._check("backward", (dout, q, k, v, out), cu_q, cu_k, longest_q, longest_k, causal, options)
-        assert dropout_p == 0 and bool((lse > float("-inf")).all())
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            gradients = torch.autograd.grad(self._reference(*leaves, cu_q, cu_k, options)[0], leaves, dout)
-        for gradient, offsets in zip(gradients, (cu_q, cu_k, cu_k)):
-            gradient[int(offsets[-1]) :] = float("nan")
-        return gradients
-
-    def _check(self, name, rows, cu_q, cu_k, longest_q, longest_k, causal, options):
-        self.calls.append(name)
-        assert longest_q > 1 and longest_q >= int(torch.diff(cu_q).max()) and longest_k >= int(torch.diff(cu_k).max())
-        assert causal == (options["window_size_left"] < 0 and options["window_size_right"] == 0)
-        for x in rows:
-            assert x.stride(-1) == 1 and all(n % 8 == 0 for n in (*x.stride()[:2], x.storage_offset()))
-
-    def _reference(self, q, k, v, cu_q, cu_k, options):
-        window = (options["window_size_left"], options["window_size_right"])
-        return self.reference(q, k, v, cu_q, cu_k, options["scale"], window_size=window)
-
-
-@pytest.fixture()
-def pytorch_kernels(kernel, monkeypatch):
-    cuda = module(kernel, "flash_attn_varlen.cuda")
-    stand_in = PyTorchKernels(kernel)
-    monkeypatch.setattr(cuda, "_forward", stand_in.forward)
-    monkeypatch.setattr(cuda, "_backward", stand_in.backward)
-    monkeypatch.setattr(cuda, "served_by", lambda *arguments: cuda.PYTORCH)
-    return stand_in
-
-
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5]], ids=str)
-def test_around_pytorch_kernels(kernel, pytorch_kernels, case):
-    """Padding, rows without keys and the layouts that PyTorch's kernels cannot load come out as ours do."""
-    op = op_under_test(case)
-
-    def without_lse(call):
-        return lambda *arguments, **boundaries: {"out": call(*arguments, **boundaries)["out"]}
-
-    op = dataclasses.replace(op, run=without_lse(op.run), reference=without_lse(op.reference))
-    properties.check_against_reference(op, SMALL, torch.float16)
-    properties.check_memory_forms(op, SMALL, torch.float16)
-    assert set(pytorch_kernels.calls) == BOTH
-
-
-def test_rows_without_keys_through_pytorch_kernels(kernel, pytorch_kernels):
-    q, k, v = (torch.randn(7, 2, 8, requires_grad=True) for _ in range(3))
-    out, lse, _ = kernel.flash_attn_varlen_func(q, k, v, [0, 4, 6], [0, 2, 5], causal=True, return_attn_probs=True)
-    assert bool((lse[:, :2] == float("-inf")).all()) and bool((lse[:, 6] == 0).all()) and bool((out[6] == 0).all())
-    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
-    assert bool((dq[6] == 0).all()) and bool((dk[5:] == 0).all()) and bool((dv[5:] == 0).all())

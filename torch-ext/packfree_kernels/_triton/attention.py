@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import SM80, Target
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -70,6 +72,15 @@ class Rows:
     @property
     def constants(self) -> Dict[str, int]:
         return dict(BM=self.BM, GROUP=self.GROUP, G=self.G, CHUNKS=self.chunks)
+
+
+def tile(rows: int, keys: int, num_warps: int, num_stages: int) -> Dict[str, int]:
+    return dict(BM=rows, BN=keys, num_warps=num_warps, num_stages=num_stages)
+
+
+def is_roomy(on: Target) -> bool:
+    """A GPU whose blocks of threads may use the shared memory of an A100 or more."""
+    return on.backend == "cuda" and on.shared_memory >= SM80.shared_memory
 
 
 def padded(dim: int) -> int:

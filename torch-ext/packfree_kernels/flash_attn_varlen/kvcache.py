@@ -95,7 +95,7 @@ def flash_attn_with_kvcache(
         queries = q.flatten(0, 1)
         _check_heads(op, queries, keys, values, 3)
         offsets_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * query_length
-        offsets_k = torch.cat([filled.new_zeros(1), torch.cumsum(filled + new, 0)]).to(torch.int32)
+        offsets_k = torch.cat([filled.new_zeros(1), torch.cumsum(filled + new, 0)]).to(q.device, torch.int32)
         out, lse = _attend(
             op, queries, keys, values, offsets_q, offsets_k, 0.0, softmax_scale, causal, window_size, softcap, s_aux
         )

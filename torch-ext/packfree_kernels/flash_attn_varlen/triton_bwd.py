@@ -15,11 +15,13 @@ from .._triton.attention import (
     contiguous_rows,
     dropout_keep,
     dropout_streams,
+    is_roomy,
     load_rows,
     padded,
     seed_on,
     store_rows,
     tanh,
+    tile,
     tile_rows,
     visible_keys,
     with_padding,
@@ -28,18 +30,32 @@ from .._triton.launch import Target, dot_precision, launch, programs, target
 from .._triton.work import cut_into_blocks
 
 
-def query_tile(on: Target, dims: int, bytes_each: int) -> Dict[str, int]:
-    """Rows, keys, warps and stages of the kernel for dq."""
+def query_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str, int]:
+    """The tile of the kernel for dq; see ``forward_tile``."""
+    wide = dims > 128
+    if not is_roomy(on):
+        return tile(16 if bytes_each == 4 else 32, 16 if bytes_each == 4 else 32, 4, 1)
     if bytes_each == 4:
-        return dict(BM=32, BN=32, num_warps=4, num_stages=1)
-    return dict(BM=64, BN=32, num_warps=4, num_stages=2)
+        return tile(32, 16 if wide else 32, 8, 2)
+    if dropout:
+        return tile(32, 32, 8, 2)
+    if on.arch < 90:
+        return tile(64, 32 if wide else 64, 8, 2)
+    return tile(32, 64, 8, 2) if wide else tile(128 if dims <= 64 or on.arch < 100 else 64, 64, 8, 2)
 
 
-def key_tile(on: Target, dims: int, bytes_each: int) -> Dict[str, int]:
-    """Rows, keys, warps and stages of the kernel for dk and dv."""
+def key_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str, int]:
+    """The tile of the kernel for dk and dv; see ``forward_tile``."""
+    wide = dims > 128
+    if not is_roomy(on):
+        return tile(16 if bytes_each == 4 or wide else 32, 16 if bytes_each == 4 else 32, 4, 1)
     if bytes_each == 4:
-        return dict(BM=32, BN=32, num_warps=4, num_stages=1)
-    return dict(BM=32, BN=64, num_warps=4, num_stages=2)
+        return tile(16 if wide else 32, 32, 8, 2)
+    if dropout:
+        return tile(32, 32 if wide else 64, 8, 2)
+    if wide:
+        return tile(64 if on.arch >= 90 else 32, 32, 8, 2)
+    return tile(64, 128, 8, 2) if dims <= 64 and on.arch >= 90 else tile(32, 64, 8, 2)
 
 
 def flash_attn_varlen_bwd(
@@ -77,23 +93,24 @@ def flash_attn_varlen_bwd(
     strides = [stride for x in (dout, q, k, v) for stride in x.stride()[:2]]
 
     # First dq, which leaves delta for the other.
-    tile = query_tile(target(q), max(dims), q.element_size())
-    rows = Rows(tile.pop("BM"), heads // kv_heads)
+    kind = (target(q), max(dims), q.element_size(), dropout_p > 0)
+    shape = query_tile(*kind)
+    rows = Rows(shape.pop("BM"), heads // kv_heads)
     blocks = cut_into_blocks(with_padding(cu_seqlens_q, tokens), tokens, rows.tokens)
     launch(
         _backward_queries, programs(q, blocks.most * kv_heads * rows.chunks, 8),
         dout, dlse, q, k, v, out, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, seed, blocks.items, blocks.count,
         sequences, tokens, *out.stride()[:2], *strides, *numbers, float(softmax_scale), kv_heads,
-        **rows.constants, **constants, **tile,
+        **rows.constants, **constants, **shape,
     )  # fmt: skip
-    tile = key_tile(target(q), max(dims), q.element_size())
-    rows = Rows(tile.pop("BM"), heads // kv_heads)
-    blocks = cut_into_blocks(with_padding(cu_seqlens_k, keys), keys, tile["BN"])
+    shape = key_tile(*kind)
+    rows = Rows(shape.pop("BM"), heads // kv_heads)
+    blocks = cut_into_blocks(with_padding(cu_seqlens_k, keys), keys, shape["BN"])
     launch(
         _backward_keys, programs(q, blocks.most * kv_heads, 8),
         dout, q, k, v, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seed, blocks.items, blocks.count,
         sequences, tokens, keys, *strides, *numbers, float(softmax_scale), kv_heads,
-        **rows.constants, **constants, **tile,
+        **rows.constants, **constants, **shape,
     )  # fmt: skip
     return dq, dk, dv, _sink_gradient(s_aux, lse, delta)
 
@@ -102,7 +119,7 @@ def _sink_gradient(s_aux: Optional[Tensor], lse: Tensor, delta: Tensor) -> Tenso
     """ds_aux ``[H]``: -sum over queries of P_sink delta, which is 0 on padding. Summed in double, in a fixed order."""
     if s_aux is None:
         return lse.new_empty((0,))
-    return -(torch.exp(s_aux[:, None] - lse) * delta).sum(1, dtype=torch.float64).to(lse.dtype)
+    return -(torch.exp(s_aux.unsqueeze(1) - lse) * delta).sum(1, dtype=torch.float64).to(lse.dtype)
 
 
 @triton.jit
@@ -165,14 +182,14 @@ def _backward_queries(
     for item in range(tl.program_id(0), blocks * (kv_heads * CHUNKS), tl.num_programs(0)):
         place = blocks - 1 - item % blocks
         kv_head = item // blocks // CHUNKS
-        sequence, tile = tl.load(items + 2 * place), tl.load(items + 2 * place + 1)
+        sequence, part = tl.load(items + 2 * place), tl.load(items + 2 * place + 1)
         live = sequence < sequences
         q_bos = tl.load(cu_seqlens_q + sequence)
         query_length = tl.load(cu_seqlens_q + sequence + 1, live, tokens) - q_bos
         k_bos = tl.load(cu_seqlens_k + sequence, live, 0)
         key_length = tl.load(cu_seqlens_k + sequence + 1, live, 0) - k_bos
 
-        i, head, here = tile_rows(tile, item // blocks % CHUNKS, query_length, BM, G, GROUP)
+        i, head, here = tile_rows(part, item // blocks % CHUNKS, query_length, BM, G, GROUP)
         head += kv_head * GROUP
         token = (q_bos + i).to(tl.int64)
         q_tile = load_rows(q, token * q_token + head.to(tl.int64) * q_head, here, K, BK)
@@ -192,8 +209,8 @@ def _backward_queries(
         if seed is not None:
             streams = dropout_streams(seed, sequence, head, i)
 
-        low, all_end = visible_keys(tile * (BM // G), query_length, key_length, left, right)
-        last = tl.minimum((tile + 1) * (BM // G), query_length) - 1
+        low, all_end = visible_keys(part * (BM // G), query_length, key_length, left, right)
+        last = tl.minimum((part + 1) * (BM // G), query_length) - 1
         all_begin, high = visible_keys(last, query_length, key_length, left, right)
         low, high = low // BN, tl.cdiv(high, BN)
         whole, whole_end = tl.cdiv(all_begin, BN), all_end // BN
@@ -220,13 +237,13 @@ def _backward_queries(
 
 @triton.jit
 def _add_to_keys(
-    dk, dv, k, v, dout, q, lse, delta, dout_token, dout_head, q_token, q_head, tile, chunk, q_bos, kv_head, tokens,
+    dk, dv, k, v, dout, q, lse, delta, dout_token, dout_head, q_token, q_head, part, chunk, q_bos, kv_head, tokens,
     query_length, key, key_length, left, right, seed, sequence, inner, outer, threshold, keep_scale,
     MASKED: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv += (P Z)^T dout, dk += dS^T q for a tile of query rows; scores are held transposed."""
-    i, head, here = tile_rows(tile, chunk, query_length, BM, G, GROUP)
+    i, head, here = tile_rows(part, chunk, query_length, BM, G, GROUP)
     head += kv_head * GROUP
     token = (q_bos + i).to(tl.int64)
     q_tile = load_rows(q, token * q_token + head.to(tl.int64) * q_head, here, K, BK)
@@ -292,9 +309,9 @@ def _backward_keys(
         whole, whole_end = tl.where(any_whole, whole, high), tl.where(any_whole, whole_end, high)
         sum_dk, sum_dv = tl.zeros((BN, BK), tl.float32), tl.zeros((BN, BV), tl.float32)
         for step in range(CHUNKS * (whole - low + high - whole_end)):
-            tile = low + step // CHUNKS + tl.where(step // CHUNKS < whole - low, 0, whole_end - whole)
+            part = low + step // CHUNKS + tl.where(step // CHUNKS < whole - low, 0, whole_end - whole)
             sum_dk, sum_dv = _add_to_keys(
-                sum_dk, sum_dv, k_block, v_block, dout, q, lse, delta, dout_token, dout_head, q_token, q_head, tile,
+                sum_dk, sum_dv, k_block, v_block, dout, q, lse, delta, dout_token, dout_head, q_token, q_head, part,
                 step % CHUNKS, q_bos, kv_head, tokens, query_length, key, key_length, left, right, seed, sequence,
                 inner, outer, threshold, keep_scale, True, BM, GROUP, G, K, V, BK, BV, SOFTCAP, PRECISION,
             )  # fmt: skip

@@ -16,11 +16,13 @@ from .._triton.attention import (
     contiguous_rows,
     dropout_keep,
     dropout_streams,
+    is_roomy,
     load_rows,
     padded,
     seed_on,
     store_rows,
     tanh,
+    tile,
     tile_rows,
     visible_keys,
     with_padding,
@@ -29,11 +31,16 @@ from .._triton.launch import Target, dot_precision, launch, programs, target
 from .._triton.work import cut_into_blocks
 
 
-def forward_tile(on: Target, dims: int, bytes_each: int) -> Dict[str, int]:
-    """Rows, keys, warps and stages for head dims padded to ``dims`` and elements of ``bytes_each`` bytes."""
+def forward_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str, int]:
+    """The largest tile that spills no register, for head dims padded to ``dims`` of ``bytes_each`` bytes an element."""
+    wide = dims > 128
+    if not is_roomy(on):
+        return tile(16 if bytes_each == 4 else 64, 16 if bytes_each == 4 else 32, 4, 1)
     if bytes_each == 4:
-        return dict(BM=32, BN=32, num_warps=4, num_stages=1)
-    return dict(BM=64, BN=32, num_warps=4, num_stages=2)
+        return tile(32 if wide else 64, 32, 8, 2)
+    if on.arch < 90:
+        return tile(32, 64, 8, 2) if wide or dropout else tile(128, 32, 8, 3)
+    return tile(64, 32, 8, 2) if wide or dropout else tile(128, 64, 8, 2 if dims > 64 else 3)
 
 
 def flash_attn_varlen_fwd(
@@ -58,8 +65,8 @@ def flash_attn_varlen_fwd(
     lse = q.new_empty((heads, tokens), dtype=torch.float32)
     call = Call.of(q, k, dropout_p, abs(softmax_scale), window_left, window_right, softcap)
     dims = padded(key_dim), padded(value_dim)
-    tile = forward_tile(target(q), max(dims), q.element_size())
-    rows = Rows(tile.pop("BM"), heads // kv_heads)
+    shape = forward_tile(target(q), max(dims), q.element_size(), dropout_p > 0)
+    rows = Rows(shape.pop("BM"), heads // kv_heads)
     blocks = cut_into_blocks(with_padding(cu_seqlens_q, tokens), tokens, rows.tokens)
     launch(
         _forward, programs(q, blocks.most * kv_heads * rows.chunks, 8),
@@ -67,7 +74,7 @@ def flash_attn_varlen_fwd(
         blocks.items, blocks.count, cu_seqlens_q.shape[0] - 1, tokens, *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], call.inner, max(call.outer, 1e-30), call.left, call.right, call.threshold, call.keep_scale,
         kv_heads, **rows.constants, K=key_dim, V=value_dim, BK=dims[0], BV=dims[1], NEGATIVE=softmax_scale < 0,
-        SOFTCAP=softcap > 0, PRECISION=dot_precision(q), **tile,
+        SOFTCAP=softcap > 0, PRECISION=dot_precision(q), **shape,
     )  # fmt: skip
     return out, lse
 
@@ -114,7 +121,7 @@ def _forward(
         # The last block of a causal sequence sees most keys, so it is started first.
         place = blocks - 1 - item % blocks
         kv_head = item // blocks // CHUNKS
-        sequence, tile = tl.load(items + 2 * place), tl.load(items + 2 * place + 1)
+        sequence, part = tl.load(items + 2 * place), tl.load(items + 2 * place + 1)
         live = sequence < sequences
         q_bos = tl.load(cu_seqlens_q + sequence)
         query_length = tl.load(cu_seqlens_q + sequence + 1, live, tokens) - q_bos
@@ -122,7 +129,7 @@ def _forward(
         k_bos = tl.load(cu_seqlens_k + sequence, live, 0)
         key_length = tl.load(cu_seqlens_k + sequence + 1, live, 0) - k_bos
 
-        i, head, here = tile_rows(tile, item // blocks % CHUNKS, query_length, BM, G, GROUP)
+        i, head, here = tile_rows(part, item // blocks % CHUNKS, query_length, BM, G, GROUP)
         head += kv_head * GROUP
         token = (q_bos + i).to(tl.int64)
         q_tile = load_rows(q, token * q_token + head.to(tl.int64) * q_head, here, K, BK)
@@ -142,8 +149,8 @@ def _forward(
         o = tl.zeros((BM, BV), tl.float32)
 
         # Blocks that some row sees, [low, high), and in the middle of them those that every row sees whole.
-        low, all_end = visible_keys(tile * (BM // G), query_length, key_length, left, right)
-        last = tl.minimum((tile + 1) * (BM // G), query_length) - 1
+        low, all_end = visible_keys(part * (BM // G), query_length, key_length, left, right)
+        last = tl.minimum((part + 1) * (BM // G), query_length) - 1
         all_begin, high = visible_keys(last, query_length, key_length, left, right)
         low, high = low // BN, tl.cdiv(high, BN)
         whole, whole_end = tl.cdiv(all_begin, BN), all_end // BN
@@ -163,8 +170,9 @@ def _forward(
                 inner, outer, threshold, keep_scale, False, BN, K, V, BK, BV, SOFTCAP, seed is not None, PRECISION,
             )  # fmt: skip
 
-        o *= tl.where(total == 0, 0.0, 1 / total)[:, None]
+        # Where nothing was seen the output is 0 and the maximum, with it the log of the denominator, -infinity.
+        total = tl.where(total == 0, 1.0, total)
+        o *= (1 / total)[:, None]
         store_rows(out, (token * (kv_heads * GROUP) + head) * V, here, o, V, BV)
-        # The log of the denominator, sink included; nothing seen is -infinity, and padding 0.
         log_sum = tl.where(live, (m + tl.log2(total)) * LN2, 0.0)
         tl.store(lse + head.to(tl.int64) * tokens + token, log_sum, here)
