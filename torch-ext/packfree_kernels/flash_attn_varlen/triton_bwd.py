@@ -102,7 +102,7 @@ def _sink_gradient(s_aux: Optional[Tensor], lse: Tensor, delta: Tensor) -> Tenso
     """ds_aux ``[H]``: -sum over queries of P_sink delta, which is 0 on padding. Summed in double, in a fixed order."""
     if s_aux is None:
         return lse.new_empty((0,))
-    return -(torch.exp(s_aux[:, None] - lse) * delta).sum(1, dtype=torch.float64).to(lse.dtype)
+    return -(torch.exp(s_aux.unsqueeze(1) - lse) * delta).sum(1, dtype=torch.float64).to(lse.dtype)
 
 
 @triton.jit
