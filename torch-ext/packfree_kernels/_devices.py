@@ -14,6 +14,8 @@ from ._ops import add_op_namespace_prefix
 TRITON: Dict[str, str] = {
     "flash_attn_varlen_fwd": "flash_attn_varlen.cuda",
     "flash_attn_varlen_bwd": "flash_attn_varlen.cuda",
+    "mamba2_scan_fwd": "mamba2_scan.triton_fwd",
+    "mamba2_scan_bwd": "mamba2_scan.triton_bwd",
 }
 
 # Ops whose CUDA implementation this module has registered.

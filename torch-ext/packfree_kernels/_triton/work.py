@@ -99,6 +99,6 @@ def longest_first(cu_seqlens: Tensor) -> Tuple[Tensor, Tensor]:
 
     For kernels that walk along a sequence: the longest decides how long they take, so it starts first.
     """
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    lengths = torch.diff(cu_seqlens)
     order = torch.argsort(lengths, descending=True, stable=True).to(torch.int32)
     return order, (lengths > 0).sum(dtype=torch.int32).reshape(1)

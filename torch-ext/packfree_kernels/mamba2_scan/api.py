@@ -68,12 +68,12 @@ def mamba_chunk_scan_combined(
         ``return_varlen_states`` or with both a tuple of y and the states ``[N, H, P, S]`` in fp32 (fp64 for fp64), once
         for each. An empty sequence returns its initial state.
 
-    Precision: products, sums and states in fp32, whatever the input dtype.
+    Precision: products, sums and states in fp32, whatever the input dtype; on a GPU, operands of products in x's dtype.
     Gradients: of all tensors but the boundaries, from y and the states, each in its tensor's dtype. Saved for the
     backward pass: the inputs only.
     Determinism: a sequence's results and gradients are the same bits packed or alone, on any number of threads;
     gradients of A, D and dt_bias repeat.
-    Devices: CPU.
+    Devices: CPU; a GPU through Triton, but for fp64.
 
     Raises:
         TypeError: an argument that is no tensor, or of a dtype not named above.
