@@ -14,6 +14,12 @@ from ._ops import add_op_namespace_prefix
 TRITON: Dict[str, str] = {
     "flash_attn_varlen_fwd": "flash_attn_varlen.cuda",
     "flash_attn_varlen_bwd": "flash_attn_varlen.cuda",
+    "gated_delta_rule_fwd": "gated_delta_rule.triton_fwd",
+    "gated_delta_rule_recurrent_fwd": "gated_delta_rule.triton_fwd",
+    "gated_delta_rule_bwd": "gated_delta_rule.triton_bwd",
+    "kda_fwd": "kda.triton_fwd",
+    "kda_recurrent_fwd": "kda.triton_fwd",
+    "kda_bwd": "kda.triton_bwd",
     "mamba2_scan_fwd": "mamba2_scan.triton_fwd",
     "mamba2_scan_bwd": "mamba2_scan.triton_bwd",
 }

@@ -62,7 +62,7 @@ def chunk_gated_delta_rule(
     Gradients: of q, k, v, g, beta and initial_state, from both outputs, each in its tensor's dtype. Saved for the
     backward pass: the inputs only.
     Determinism: a sequence's results and gradients are the same bits packed or alone, on any number of threads.
-    Devices: CPU.
+    Devices: CPU; CUDA through Triton, which takes no fp64.
 
     Raises:
         TypeError: an argument that is no tensor, or of a dtype not named above.

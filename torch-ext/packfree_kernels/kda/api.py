@@ -72,7 +72,7 @@ def chunk_kda(
     Saved for the backward pass: the inputs only.
     Determinism: a sequence's results and gradients are the same bits packed or alone, on any number of threads; the
     gradients of A_log and dt_bias, which sum over all tokens, are the same bits in every run.
-    Devices: CPU.
+    Devices: CPU; CUDA through Triton, which takes no fp64.
 
     Raises:
         TypeError: an argument that is no tensor, or of a dtype not named above.
