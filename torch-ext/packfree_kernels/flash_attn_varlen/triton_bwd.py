@@ -36,7 +36,7 @@ def query_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[st
     if not is_roomy(on):
         return tile(16 if bytes_each == 4 else 32, 16 if bytes_each == 4 else 32, 4, 1)
     if bytes_each == 4:
-        return tile(32, 16 if wide else 32, 8, 2)
+        return tile(32, 16 if wide or on.arch >= 100 and dims > 64 else 32, 8, 2)
     if dropout:
         return tile(32, 32, 4 if wide and on.arch >= 100 else 8, 2)
     if on.arch < 90:
