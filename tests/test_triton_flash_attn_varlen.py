@@ -12,7 +12,7 @@ from tests.harness.tolerance import check_close
 from tests.harness.triton import DTYPES, served_by_triton
 from tests.ops.flash_attn_varlen import CASES, Case, op_under_test
 
-# Tiles have 64 or 128 rows, which are 32 or 64 tokens of two heads, and 32 or 64 keys.
+# Tiles have 32, 64 or 128 rows, which are half as many tokens of two heads, and 32 or 64 keys.
 EDGES = Pack("edges", (33, 0, 65, 1), padding=3)
 LONG = Pack("one long among short", (2, 135, 1))
 SMALL = Pack("small", (3, 0, 17, 1), padding=2)

@@ -36,9 +36,9 @@ def query_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[st
     if not is_roomy(on):
         return tile(16 if bytes_each == 4 else 32, 16 if bytes_each == 4 else 32, 4, 1)
     if bytes_each == 4:
-        return tile(32, 16 if wide else 32, 8, 2)
+        return tile(32, 16 if wide or on.arch >= 100 and dims > 64 else 32, 8, 2)
     if dropout:
-        return tile(32, 32, 8, 2)
+        return tile(32, 32, 4 if wide and on.arch >= 100 else 8, 2)
     if on.arch < 90:
         return tile(64, 32 if wide else 64, 8, 2)
     return tile(32, 64, 8, 2) if wide else tile(128 if dims <= 64 or on.arch < 100 else 64, 64, 8, 2)
@@ -49,6 +49,8 @@ def key_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str,
     wide = dims > 128
     if not is_roomy(on):
         return tile(16 if bytes_each == 4 or wide else 32, 16 if bytes_each == 4 else 32, 4, 1)
+    if bytes_each == 4 and on.arch < 90:
+        return tile(16 if dims > 64 else 32, 16 if wide else 32, 8, 2)
     if bytes_each == 4:
         return tile(16 if wide else 32, 32, 8, 2)
     if dropout:

@@ -37,7 +37,8 @@ def forward_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[
     if not is_roomy(on):
         return tile(16 if bytes_each == 4 else 64, 16 if bytes_each == 4 else 32, 4, 1)
     if bytes_each == 4:
-        return tile(32 if wide else 64, 32, 8, 2)
+        rows = 32 if wide else 64
+        return tile(rows // 2 if on.arch < 90 and dims > 64 else rows, 32, 8, 2)
     if on.arch < 90:
         return tile(32, 64, 8, 2) if wide or dropout else tile(128, 32, 8, 3)
     return tile(64, 32, 8, 2) if wide or dropout else tile(128, 64, 8, 2 if dims > 64 else 3)
