@@ -1,4 +1,4 @@
-"""The kernels in CUDA C++, run on host threads through the public functions: the harness that the CPU kernels go through.
+"""The kernels in CUDA C++, run on a host through the public functions: the harness that the CPU kernels go through.
 
 What only a GPU can show (speed, its own exponential) is not shown here.
 """
@@ -144,8 +144,8 @@ def test_float64_is_refused(kernel):
     coefficients = torch.randn(1, 2, 8).double()
     with pytest.raises(RuntimeError, match="mamba1_scan_fwd: u must be float32"):
         kernel.selective_scan_fn(x, x.abs(), -torch.rand(6, 2).double(), coefficients, coefficients)
-    row = torch.randn(1, 2, 3).double()
+    row, column = torch.randn(1, 2, 3).double(), torch.randn(1, 1, 4).double()
     with pytest.raises(RuntimeError, match="selective_state_update: x must be float32"):
         kernel.selective_state_update(
-            torch.zeros(1, 2, 3, 4).double(), row, row, -torch.rand(2, 3, 4).double(), *[torch.randn(1, 1, 4).double()] * 2
+            torch.zeros(1, 2, 3, 4).double(), row, row, -torch.rand(2, 3, 4).double(), column, column
         )

@@ -26,7 +26,7 @@ def sanitize(kind, *options):
 
 def test_no_race():
     done = sanitize(RACES, "--inputs", "4")
-    assert done.returncode == 0 and done.stdout == "TRIED 2\n" and not done.stderr, done.stderr
+    assert done.returncode == 0 and done.stdout == "TRIED 4\n" and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

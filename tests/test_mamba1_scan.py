@@ -268,9 +268,9 @@ def test_direct_op_calls_check_what_memory_safety_needs(kernel):
         with pytest.raises(RuntimeError, match="cu_seqlens must"):
             call(offsets=offsets)
     for change, text in (
-        (dict(delta=delta[:, :, :7]), "delta must be a CPU tensor with the shape of u"),
+        (dict(delta=delta[:, :, :7]), "delta must have the shape and device of u"),
         (dict(A=A[:5]), "A must have shape"),
-        (dict(B=B[..., :7]), "B must be a CPU tensor with shape"),
+        (dict(B=B[..., :7]), "B must have shape"),
         (dict(C=A[:5]), "C must have shape"),
         (dict(D=torch.ones(5)), "D and delta_bias must have shape"),
         (dict(z=u.double()), "z must be float64 where u is, and only there"),

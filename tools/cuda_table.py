@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from build import load_build_toml
 from toolkits import toolkit
+
+from build import load_build_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernel_src" / "cuda" / "REGISTERS.json"

@@ -144,9 +144,9 @@ PACKFREE_DEVICE void PlaceBoundaries(const Block& block, const Marks<Int>& marks
   });
 }
 
-// Offset number `n` of a row, bounded before it is narrowed, so that it does not point outside the row whatever a caller
-// passed; and the first is 0, or the tokens before it would belong to no sequence. Which values are right is checked
-// where they may be read.
+// Offset number `n` of a row, bounded before it is narrowed, so that it does not point outside the row whatever a
+// caller passed; and the first is 0, or the tokens before it would belong to no sequence. Which values are right is
+// checked where they may be read.
 template <class Int>
 PACKFREE_DEVICE int32_t BoundedOffset(Int value, int64_t n, int64_t tokens) {
   if (n == 0) return 0;

@@ -142,7 +142,9 @@ std::vector<Fiber*> TakeFibers(Block& block, unsigned count, size_t first) {
 
 Block::Block(unsigned number, unsigned blocks, unsigned count)
     : index{number}, grid{blocks}, threads{count}, all(static_cast<int>(count)) {
-  for (unsigned first = 0; first < count; first += 32) warps.emplace_back(static_cast<int>(std::min(32u, count - first)));
+  for (unsigned first = 0; first < count; first += 32) {
+    warps.emplace_back(static_cast<int>(std::min(32u, count - first)));
+  }
 }
 
 Block::~Block() { std::free(shared_); }

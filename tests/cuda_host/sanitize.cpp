@@ -2,8 +2,8 @@
 //
 //     sanitize [--first N] [--inputs N] [--tokens N] [--skip-barrier N] [--short] [--short-shared]
 //
-// Rows have up to --tokens tokens. The last three are faults on purpose (engine.h; --short: every tensor lacks its last element). Prints TRIED and the
-// number of inputs.
+// Rows have up to --tokens tokens. The last three are faults on purpose (engine.h; --short: every tensor lacks its last
+// element). Prints TRIED and the number of inputs.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

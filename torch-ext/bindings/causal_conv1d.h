@@ -80,7 +80,8 @@ struct ConvForward {
       : y(inputs.NewLikeX()),
         final_states(want_states ? NewTensor(inputs.x, inputs.StateShape(), inputs.x.scalar_type())
                                  : AbsentTensor(inputs.x, inputs.x.scalar_type())),
-        args{inputs.args, y.mutable_data_ptr(), ConvStridesOf(y, inputs.args.channels_last), DataOrNull(final_states)} {}
+        args{inputs.args, y.mutable_data_ptr(), ConvStridesOf(y, inputs.args.channels_last),
+             DataOrNull(final_states)} {}
 };
 
 // The same of the backward; `groups` is the first extent of its partial sums.

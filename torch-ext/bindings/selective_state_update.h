@@ -17,8 +17,8 @@ struct StateUpdate {
               const Tensor& C, const std::optional<Tensor>& D, const std::optional<Tensor>& z,
               const std::optional<Tensor>& dt_bias, bool dt_softplus) {
     const ScalarType accumulation = AccumulationType(x);
-    STD_TORCH_CHECK(state.dim() == 4 && x.dim() == 3 && dt.dim() == 3 && A.dim() == 3 && B.dim() == 3 && C.dim() == 3, op,
-                    ": state must have shape [B, H, P, S], x and dt [B, H, P], A [H, P, S], B and C [B, G, S]");
+    STD_TORCH_CHECK(state.dim() == 4 && x.dim() == 3 && dt.dim() == 3 && A.dim() == 3 && B.dim() == 3 && C.dim() == 3,
+                    op, ": state must have shape [B, H, P, S], x and dt [B, H, P], A [H, P, S], B and C [B, G, S]");
     const int64_t batch = x.size(0), heads = x.size(1), P = x.size(2), S = state.size(3), groups = B.size(1);
     STD_TORCH_CHECK(state.size(0) == batch && state.size(1) == heads && state.size(2) == P && dt.size(0) == batch &&
                         dt.size(1) == heads && dt.size(2) == P && A.size(0) == heads && A.size(1) == P &&

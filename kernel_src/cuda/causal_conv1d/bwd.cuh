@@ -163,7 +163,8 @@ static __global__ void __launch_bounds__(kElementThreads) ConvStateGradientKerne
     const int64_t sequence = element / args.channels, channel = element % args.channels;
     const Bounds bounds = BoundsOf(args.packing, sequence);
     const int64_t tokens = bounds.eos - bounds.bos;
-    const int64_t row = args.row_tokens == 0 ? 0 : bounds.bos / args.row_tokens, bos = bounds.bos - row * args.row_tokens;
+    const int64_t row = args.row_tokens == 0 ? 0 : bounds.bos / args.row_tokens;
+    const int64_t bos = bounds.bos - row * args.row_tokens;
     const int64_t x = row * args.x_strides.row + channel * args.x_strides.channel;
     const int64_t dy = row * args.dy_strides.row + channel * args.dy_strides.channel;
     float dz[kConvMaxWidth - 1];

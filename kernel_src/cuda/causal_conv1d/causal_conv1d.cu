@@ -9,8 +9,9 @@
 namespace packfree {
 namespace {
 
-// Calls body(Elem{}, width, channels_last) with types and constants. A narrower filter runs as the next of these widths.
-// The form that models have gets a kernel for each dtype; the others are few kernels, because memory bounds them all.
+// Calls body(Elem{}, width, channels_last) with types and constants. A narrower filter runs as the next of these
+// widths. The form that models have gets a kernel for each dtype; the others are few kernels, because memory bounds
+// them all.
 template <class Body>
 void WithConvForm(const ConvArgs& args, const Body& body) {
   if (!args.channels_last) {

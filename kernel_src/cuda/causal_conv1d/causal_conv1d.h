@@ -1,5 +1,5 @@
-// Causal depthwise convolution over packed sequences, on a GPU. Every pointer is to memory of the current device, Acc is
-// float, and nothing waits for the stream. The functions return null, or the text of the launch's error.
+// Causal depthwise convolution over packed sequences, on a GPU. Every pointer is to memory of the current device, Acc
+// is float, and nothing waits for the stream. The functions return null, or the text of the launch's error.
 #pragma once
 
 #include "common/causal_conv1d.h"

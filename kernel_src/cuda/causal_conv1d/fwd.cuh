@@ -1,6 +1,6 @@
 // Forward of the causal convolution. A thread runs through its tokens with the filter in registers; x is read once from
-// memory (and a few tokens at the seams of tiles again, from a cache) and y written once: with 16-bit elements 4 bytes a
-// token and channel and 4 more a token for its owner, so memory bounds it: 4.3 TB/s on an H200 are 1.1e12 outputs a
+// memory (and a few tokens at the seams of tiles again, from a cache) and y written once: with 16-bit elements 4 bytes
+// a token and channel and 4 more a token for its owner, so memory bounds it: 4.3 TB/s on an H200 are 1.1e12 outputs a
 // second. What a token's output is made of does not depend on where tiles begin.
 #pragma once
 

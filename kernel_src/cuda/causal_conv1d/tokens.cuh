@@ -92,7 +92,8 @@ struct ConvElements {
 
   ConvElements(const void* from, Dtype, const ConvStrides& strides)
       : data(static_cast<Elem*>(const_cast<void*>(from))),
-        pairs(reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0 && strides.row % 2 == 0 && strides.token % 2 == 0) {}
+        pairs(reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0 && strides.row % 2 == 0 &&
+              strides.token % 2 == 0) {}
 
   // `count` neighbouring channels from an offset on; 0 for the rest.
   template <int kChannels>

@@ -28,8 +28,8 @@ __device__ __forceinline__ void HalveValues(float (&values)[16], int lane) {
   }
 }
 
-// Sums of 16 values over a warp's lanes by 16 exchanges, in place of 80. Returns the sum of value number lane / 2. Every
-// value is summed by the same tree, so its place makes no difference.
+// Sums of 16 values over a warp's lanes by 16 exchanges, in place of 80. Returns the sum of value number lane / 2.
+// Every value is summed by the same tree, so its place makes no difference.
 __device__ __forceinline__ float WarpSum16(float (&values)[16], int lane) {
   HalveValues<16>(values, lane);
   HalveValues<8>(values, lane);

@@ -18,8 +18,8 @@ struct ScanSlots {
   }
 };
 
-// Forward: the chunk before each continued one, from the state 0 to the state at its end. kBackward: the continued chunk
-// itself, from the gradient 0 behind it to that of the state before it, dh = g C + ..., g = dy silu(z).
+// Forward: the chunk before each continued one, from the state 0 to the state at its end. kBackward: the continued
+// chunk itself, from the gradient 0 behind it to that of the state before it, dh = g C + ..., g = dy silu(z).
 template <bool kBackward>
 __global__ void __launch_bounds__(kScanThreads, kScanChunkResident)
     ScanChunkKernel(ScanArgs args, ScanInput dy, const int32_t* owners, ScanSlots slots) {

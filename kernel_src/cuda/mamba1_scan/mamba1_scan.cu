@@ -50,8 +50,8 @@ struct BackwardScratch : ForwardScratch {
 template <bool kBackward>
 void RunChunks(Launcher& launcher, const ScanArgs& args, const ScanInput& dy, const void* given, const int32_t* owners,
                const ScanSlots& slots) {
-  launcher.Run(&ScanChunkKernel<kBackward>, BlocksFor(ItemsOf(args), kScanChunkResident), kScanThreads, args, dy, owners,
-               slots);
+  launcher.Run(&ScanChunkKernel<kBackward>, BlocksFor(ItemsOf(args), kScanChunkResident), kScanThreads, args, dy,
+               owners, slots);
   const int64_t elements = (args.states * args.channels + kElementThreads - 1) / kElementThreads;
   launcher.Run(&ScanCarryKernel<kBackward>, BlocksFor(TilesOf(args.packing.tokens) * elements, 8), kElementThreads,
                args, given, owners, slots);

@@ -21,7 +21,7 @@ constexpr int kScanStates = 16;     // states whose B and C are staged at once
 constexpr int kScanMost = 2 * kScanChunk;                // at least the tokens of a tile's chunks
 constexpr int kScanRuns = kScanMost / kScanRun;
 // Blocks of a multiprocessor that are resident at once: they stride over the rest.
-constexpr int kScanChunkResident = 6;
+constexpr int kScanChunkResident = 5;
 constexpr int kScanForwardResident = 5;
 constexpr int kScanBackwardResident = 3;
 constexpr float kLog2E = 1.44269504088896340736f;

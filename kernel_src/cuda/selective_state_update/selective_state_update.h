@@ -6,8 +6,8 @@
 
 namespace packfree {
 
-// Every pointer is to memory of the current device, Acc is float, and nothing waits for the stream. Returns null, or the
-// text of the launch's error.
+// Every pointer is to memory of the current device, Acc is float, and nothing waits for the stream. Returns null, or
+// the text of the launch's error.
 const char* selective_state_update_cuda(const SelectiveStateUpdate& args, Dtype dtype, void* stream);
 
 }  // namespace packfree
