@@ -48,7 +48,7 @@ def plan_for(x: Tensor) -> Plan:
     """
     gpu = target(x)
     if x.dtype == torch.float32:
-        return Plan(32, (16, 32), (16, 32), 4)
+        return Plan(32, (16, 32), (32, 16), 4)
     if gpu.backend == "hip":
         return Plan(64, (64, 64), (64, 64), 4)
     if gpu.arch < 90:

@@ -1,0 +1,291 @@
+"""What the Triton kernels take of each kind of GPU: registers, spilled bytes and shared memory.
+
+    python tools/triton_table.py            compile every launch of tools/triton_calls.py for every target (minutes)
+                                            and write benchmarks/results/triton_targets.json and .md
+    python tools/triton_table.py --check    compile nothing: fail where the files lack a launch of today's code, where a
+                                            launch spills, or where its shared memory does not fit the target
+    python tools/triton_table.py --only kda compile the kernels whose name holds a word, and write nothing
+
+No GPU is needed: Triton brings its compilers along. A kernel is known by its code, so that a change of it shows.
+Spilled bytes are those of a thread's frame in memory: Triton keeps no arrays there, so what is in it is registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton-cache"))
+os.environ.update(LOCAL_KERNELS=f"org/packfree-kernels={ROOT / 'build'}", HF_HUB_OFFLINE="1")
+# Kernels are compiled here, not interpreted, whatever the caller's tests do.
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import JITCallable, MockTensor, create_function_from_signature  # noqa: E402
+from triton_calls import all_calls, launches_of  # noqa: E402
+
+TABLE = ROOT / "benchmarks" / "results" / "triton_targets.json"
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch compiled for one target; ``launch`` stands for the kernel's code and everything it is compiled for."""
+
+    kernel: str
+    target: str
+    call: str
+    warps: int
+    stages: int
+    launch: str
+    registers: int
+    spilled: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A launch to compile: the first call that makes it, and what compiling takes."""
+
+    kernel: str
+    target: Any
+    call: str
+    warps: int
+    stages: int
+    launch: str
+    source: ASTSource
+    options: dict[str, Any]
+
+
+def load_kernel() -> ModuleType:
+    from kernels import get_kernel
+
+    return get_kernel("org/packfree-kernels", version=1)
+
+
+def name_of(target: Any) -> str:
+    return f"sm_{target.arch}" if target.backend == "cuda" else target.arch
+
+
+def gpu_target(target: Any) -> GPUTarget:
+    return GPUTarget(target.backend, target.arch, 64 if target.backend == "hip" else 32)
+
+
+def compiled_by(launch: Any, target: Any) -> tuple[ASTSource, dict[str, Any]]:
+    """Source and options of ``launch`` as Triton's own launcher would make them of its arguments."""
+    backend = make_backend(gpu_target(target))
+    arguments = [
+        MockTensor(argument.dtype, list(argument.shape)) if isinstance(argument, torch.Tensor) else argument
+        for argument in launch.arguments
+    ]
+    keywords = dict(launch.constants, num_warps=launch.num_warps, num_stages=launch.num_stages, debug=False)
+    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    bound, specialization, options = bind(*arguments, **keywords)
+    options, signature, constants, attributes = launch.kernel._pack_args(
+        backend, keywords, bound, specialization, options
+    )
+    return ASTSource(launch.kernel, signature, constants, attributes), options.__dict__
+
+
+@functools.lru_cache(maxsize=None)
+def code_of(function: JITCallable) -> str:
+    """The code of a kernel and of what it calls, without docstrings, comments and layout."""
+    tree = ast.parse(function.src)
+    body = tree.body[0].body
+    if ast.get_docstring(tree.body[0]) is not None:
+        del body[0]
+    parts = [ast.dump(tree)]
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for name in sorted(used & function.fn.__globals__.keys()):
+        value = function.fn.__globals__[name]
+        if isinstance(value, JITCallable):
+            parts.append(code_of(value))
+        elif not isinstance(value, ModuleType):
+            parts.append(f"{name}={value}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def wanted_launches(kernel: ModuleType, only: str = "") -> list[Wanted]:
+    """Every distinct launch of every call on every target."""
+    launcher = importlib.import_module(f"{kernel.__name__}._triton.launch")
+    devices = importlib.import_module(f"{kernel.__name__}._devices")
+    calls = [call for call in all_calls() if call.op in devices.TRITON]
+    missing = {op for op in devices.TRITON if not op.endswith("_bwd")} - {call.op for call in calls}
+    if missing:
+        sys.exit(f"triton_table: tools/triton_calls.py has no call of {', '.join(sorted(missing))}")
+    found: dict[tuple[str, str], Wanted] = {}
+    for target in launcher.TARGETS:
+        for call in calls:
+            for launch in launches_of(kernel, target, call):
+                module = launch.kernel.fn.__module__.removeprefix(f"{kernel.__name__}.")
+                name = f"{module}.{launch.kernel.fn.__name__}"
+                if only not in name:
+                    continue
+                source, options = compiled_by(launch, target)
+                details = (source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), options)
+                text = f"{code_of(launch.kernel)} {details}"
+                digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+                wanted = Wanted(
+                    name, target, str(call), launch.num_warps, launch.num_stages, digest, source, options
+                )
+                found.setdefault((name_of(target), digest), wanted)
+    return list(found.values())
+
+
+def measured(wanted: Wanted) -> Row:
+    compiled = triton.compile(wanted.source, target=gpu_target(wanted.target), options=wanted.options)
+    if wanted.target.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        registers, spilled = (
+            int(re.search(rf"\.{field}:\s*(\d+)", text)[1]) for field in ("vgpr_count", "private_segment_fixed_size")
+        )
+    else:
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", done.stdout)
+        registers, spilled = int(usage[1]), int(usage[2]) + int(usage[3])
+    return Row(
+        wanted.kernel, name_of(wanted.target), wanted.call, wanted.warps, wanted.stages, wanted.launch, registers,
+        spilled, compiled.metadata.shared,
+    )  # fmt: skip
+
+
+_wanted: list[Wanted] = []
+
+
+def _measured_at(place: int) -> Row | str:
+    """The row of a launch, or what went wrong; processes are forked with the list in memory."""
+    try:
+        return measured(_wanted[place])
+    except Exception as error:  # a compiler's error of any kind is a line of the report
+        wanted = _wanted[place]
+        reason = str(error).strip().splitlines() or [""]
+        return f"{wanted.kernel} for {name_of(wanted.target)} ({wanted.call}): {type(error).__name__}: {reason[0]}"
+
+
+def compile_all(wanted: list[Wanted]) -> tuple[list[Row], list[str]]:
+    """Rows and failures of ``wanted``."""
+    _wanted[:] = wanted
+    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("fork")) as pool:
+        jobs = [pool.submit(_measured_at, place) for place in range(len(wanted))]
+        results = [job.result() for job in tqdm(as_completed(jobs), total=len(jobs), unit="launch")]
+    rows = [result for result in results if isinstance(result, Row)]
+    return sorted(rows, key=lambda row: tuple(asdict(row).values())), [str(r) for r in results if isinstance(r, str)]
+
+
+def faults(rows: list[Row], limits: dict[str, int]) -> list[str]:
+    """What no default configuration may do: spill, or ask for more shared memory than its target has."""
+    found = []
+    for row in rows:
+        where = f"{row.kernel} on {row.target} ({row.call})"
+        if row.spilled:
+            found.append(f"{where} spills {row.spilled} bytes a thread")
+        if row.shared > limits[row.target]:
+            found.append(f"{where} wants {row.shared} bytes of shared memory, of which there are {limits[row.target]}")
+    return found
+
+
+def json_of(rows: list[Row]) -> str:
+    """One line a row, so that a change shows as a line."""
+    lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in rows)
+    return f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n'
+
+
+def markdown_of(rows: list[Row], targets: list[str]) -> str:
+    """The most that any call takes, a line for each kernel and dtype."""
+    most: dict[tuple[str, str], dict[str, tuple[int, int, int]]] = {}
+    for row in rows:
+        cell = most.setdefault((row.kernel, row.call.split()[-1]), {})
+        numbers = (row.registers, row.spilled, row.shared)
+        cell[row.target] = tuple(map(max, zip(cell.get(row.target, (0, 0, 0)), numbers)))
+    lines = [
+        "# What the Triton kernels take",
+        "",
+        f"Compiled by Triton {triton.__version__} on a machine without a GPU: `python tools/triton_table.py`. Each",
+        "cell: registers a thread / KiB of shared memory a block, the most of all calls; bytes spilled, if any.",
+        "",
+        "| kernel | dtype | " + " | ".join(targets) + " |",
+        "|---|---|" + "---|" * len(targets),
+    ]
+    for (name, dtype), cell in sorted(most.items()):
+        texts = []
+        for target in targets:
+            registers, spilled, shared = cell.get(target, (0, 0, 0))
+            text = f"{registers} / {shared / 1024:.0f}" + (f", spills {spilled}" if spilled else "")
+            texts.append(text if registers else "")
+        module, _, function = name.rpartition(".")
+        family = module.removeprefix("_triton.").split(".")[0]
+        lines.append(f"| {family} {function.strip('_').removesuffix('_kernel')} | {dtype} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def check(wanted: list[Wanted], limits: dict[str, int]) -> list[str]:
+    """What is wrong with the committed table, told without compiling."""
+    if not TABLE.exists():
+        return [f"there is no {TABLE.relative_to(ROOT)}"]
+    rows = [Row(**row) for row in json.loads(TABLE.read_text())["rows"]]
+    known = {(row.target, row.launch) for row in rows}
+    today = {(name_of(launch.target), launch.launch): launch for launch in wanted}
+    lacking = sorted({f"{launch.kernel} ({launch.call})" for key, launch in today.items() if key not in known})
+    found = [f"the table has no row of {name} as it is now" for name in lacking]
+    found += sorted({f"the table has a row of {row.kernel} that nothing launches" for row in rows
+                     if (row.target, row.launch) not in today})  # fmt: skip
+    return found + faults(rows, limits)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compile nothing; is the committed table right?")
+    parser.add_argument("--only", default="", metavar="WORD", help="compile kernels whose name holds it, write nothing")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    kernel = load_kernel()
+    targets = importlib.import_module(f"{kernel.__name__}._triton.launch").TARGETS
+    limits = {name_of(target): target.shared_memory for target in targets}
+    wanted = wanted_launches(kernel, arguments.only)
+    if arguments.check:
+        found = check(wanted, limits)
+    else:
+        rows, found = compile_all(wanted)
+        found += faults(rows, limits)
+        if arguments.only:
+            print(markdown_of(rows, list(limits)))
+        else:
+            TABLE.write_text(json_of(rows))
+            TABLE.with_suffix(".md").write_text(markdown_of(rows, list(limits)))
+    if found:
+        sys.exit("\n".join(f"triton_table: {text}" for text in found))
+    print(f"triton_table: {len(wanted)} launches on {len(limits)} targets, none spills and all fit")
+
+
+if __name__ == "__main__":
+    main()
