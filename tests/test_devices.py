@@ -6,7 +6,11 @@ import importlib
 import pytest
 import torch
 
+from tests.harness.fake_cuda import fake, fake_cuda
 from tests.harness.hub import cpu_variant, run
+from tests.harness.packings import Pack
+from tests.ops import flash_attn_varlen
+from tests.test_boundaries import FUNCTIONS
 from tests.tiny_models import build, load, pack
 
 # Beginning of an op's name -> the package that its refusal names.
@@ -42,6 +46,18 @@ def test_every_op_without_a_cuda_kernel_names_what_to_use(kernel):
             op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments_of(op))
         text = str(error.value)
         assert text.startswith(f"{name}: tensors must be on the CPU, got cuda tensors") and instead in text
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "flash_attn_varlen_func"])
+def test_float64_is_for_the_cpu(name):
+    """Each function that tests by name says so before anything is computed, and what to use instead."""
+    op = FUNCTIONS[name] if name in FUNCTIONS else flash_attn_varlen.op_under_test(flash_attn_varlen.Case(""))
+    inputs = op.make(Pack("row", (10,)), torch.float64)
+    with fake_cuda():
+        inputs = {key: fake(value) for key, value in inputs.items()}
+        cuts = {key: fake(value) for key, value in op.boundaries(Pack("row", (4, 6))).items()}
+        with pytest.raises(TypeError, match="must be float32, bfloat16 or float16 on a GPU .* got float64"):
+            op.run(inputs, **cuts)
 
 
 def test_triton_is_needed_by_cuda_tensors_alone(tmp_path):

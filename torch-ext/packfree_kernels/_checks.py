@@ -36,6 +36,15 @@ def check_dtype(op: str, argument: str, tensor: Tensor, allowed: Sequence[torch.
         raise type_error(op, argument, f"have one of the dtypes {names}", str(tensor.dtype).replace("torch.", ""))
 
 
+def check_served(op: str, argument: str, tensor: Tensor) -> None:
+    """``tensor``, whose dtype is that of the arithmetic, is where a kernel serves it; float64 is for the CPU."""
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
+        raise value_error(op, argument, "be on a CPU or a GPU", tensor.device)
+    if tensor.device.type == "cuda" and tensor.dtype == torch.float64:
+        must = "be float32, bfloat16 or float16 on a GPU (float64 is for numerical checks on a CPU)"
+        raise type_error(op, argument, must, "float64")
+
+
 def check_same_device(op: str, argument: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise value_error(op, argument, f"be on {device} like the first argument", tensor.device)

@@ -6,7 +6,16 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ._checks import FLOAT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from ._checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_same_device,
+    check_served,
+    check_shape,
+    check_tensor,
+    type_error,
+    value_error,
+)
 from .packing import Boundaries, Packing, resolve_packing
 
 MAX_HEAD_DIM = 256
@@ -25,8 +34,7 @@ def check_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
         check_tensor(op, name, tensor, ndim)
         check_dtype(op, name, tensor, DTYPES)
         check_same_device(op, name, tensor, q.device)
-    if q.device.type not in ("cpu", "cuda", "meta"):
-        raise value_error(op, "q", "be on a CPU or a GPU", q.device)
+    check_served(op, "q", q)
     batch, length, key_heads, key_dim = q.shape
     if key_heads < 1 or not 1 <= key_dim <= MAX_HEAD_DIM:
         raise value_error(op, "q", f"have at least one head and a head_dim of 1 to {MAX_HEAD_DIM}", tuple(q.shape))

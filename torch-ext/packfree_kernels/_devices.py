@@ -46,13 +46,12 @@ def _names_with_kernel(key: str) -> Set[str]:
 
 
 def _refusal(name: str):
-    instead = next(
-        (text for start, text in _ON_A_GPU.items() if name.startswith(start)), "a CUDA variant of packfree-kernels"
-    )
+    other = next((f", or {text}" for start, text in _ON_A_GPU.items() if name.startswith(start)), "")
 
     def refuse(*arguments, **keywords):
         raise NotImplementedError(
-            f"{name}: tensors must be on the CPU, got cuda tensors, for which this build has no kernel; use {instead}"
+            f"{name}: tensors must be on the CPU, got cuda tensors, for which this build has no kernel; use a CUDA "
+            f"variant of packfree-kernels{other}"
         )
 
     return refuse

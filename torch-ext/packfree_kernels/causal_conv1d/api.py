@@ -5,7 +5,7 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_shape, check_tensor, value_error
+from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, value_error
 from .._ops import ops
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers the gradient
@@ -124,7 +124,7 @@ def causal_conv1d_update(
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape.
-        RuntimeError: state rows out of range or named twice.
+        RuntimeError: state rows out of range or named twice. On a GPU nobody looks: a row out of range gives NaN.
 
     Source: causal-conv1d, ``causal_conv1d_update``.
     """
@@ -158,6 +158,7 @@ def causal_conv1d_update(
 def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Optional[str]) -> None:
     check_tensor(op, "x", x, 3)
     check_dtype(op, "x", x, _DTYPES)
+    check_served(op, "x", x)
     check_tensor(op, "weight", weight, 2)
     check_dtype(op, "weight", weight, _DTYPES)
     check_same_device(op, "weight", weight, x.device)

@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, type_error, value_error
 from .._ops import ops
 from ..packing import Boundaries, check_cu_seqlens, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
@@ -161,6 +161,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, name, tensor, ndim)
         check_dtype(op, name, tensor, _DTYPES)
+        check_served(op, name, tensor)
         check_same_device(op, name, tensor, q.device)
         if tensor.dtype != q.dtype:
             raise type_error(op, name, f"have q's dtype {q.dtype}", tensor.dtype)

@@ -5,7 +5,7 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, type_error, value_error
 from .api import _DTYPES, _attend, _check_heads, _refuse
 
 Lengths = Union[int, Tensor]
@@ -69,6 +69,7 @@ def flash_attn_with_kvcache(
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(op, name, tensor, 4)
         check_dtype(op, name, tensor, _DTYPES)
+        check_served(op, name, tensor)
         check_same_device(op, name, tensor, q.device)
     check_shape(op, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), "[B, S, HK, V]")
     if (k is None) != (v is None):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_shape, check_tensor, value_error
+from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, value_error
 from .._ops import ops
 from ..causal_conv1d import causal_conv1d_fn
 from ..packing import Boundaries, resolve_packing
@@ -76,6 +76,7 @@ def selective_scan_fn(
     op = "selective_scan_fn"
     check_tensor(op, "u", u, 3)
     check_dtype(op, "u", u, _DTYPES)
+    check_served(op, "u", u)
     batch, channels, length = u.shape
     _check(op, "delta", delta, u, (batch, channels, length), "[B, D, T]")
     check_tensor(op, "A", A, 2)

@@ -5,7 +5,16 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._checks import FLOAT_DTYPES, check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .._checks import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_same_device,
+    check_served,
+    check_shape,
+    check_tensor,
+    type_error,
+    value_error,
+)
 from .._ops import ops
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers fakes and gradients
@@ -183,8 +192,7 @@ def selective_state_update(
     if x.dim() not in (2, 3):
         raise value_error(op, "x", "have shape [B, H, P] or [B, P]", tuple(x.shape))
     check_dtype(op, "x", x, _DTYPES)
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        raise value_error(op, "x", "be on a CPU or a GPU", x.device)
+    check_served(op, "x", x)
     has_heads = x.dim() == 3
     letters = "[B, H, P" if has_heads else "[B, P"
     check_tensor(op, "state", state, x.dim() + 1)
@@ -253,8 +261,7 @@ def _check_tokens(
     """Everything about the tensors that run along the tokens, and A."""
     check_tensor(op, "x", x, 4)
     check_dtype(op, "x", x, _DTYPES)
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        raise value_error(op, "x", "be on a CPU or a GPU", x.device)
+    check_served(op, "x", x)
     batch, length, heads, head_dim = x.shape
     if heads < 1 or head_dim < 1:
         raise value_error(op, "x", "have at least one head and a head_dim of at least 1", tuple(x.shape))
