@@ -64,7 +64,7 @@ def invert_unit_lower(a, zero, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION:
     """
     inverse = tl.where(tl.arange(0, C)[:, None] + zero == tl.arange(0, C)[None, :], 1.0, 0.0)
     inverse -= tl.where(level_pairs(1, zero, C), a, 0.0)
-    for level in range(1, LEVELS):
+    for level in tl.range(1, LEVELS, disable_licm=True):
         between = tl.dot(tl.where(level_pairs(1 << level, zero, C), a, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, between, input_precision=PRECISION)
     return inverse

@@ -9,9 +9,10 @@ sequences first; nothing else is serial), ``_outputs`` (a chunk by itself). Back
 way back through its decays, and ``_finish_rows``, which sums a key head's value heads in their order.
 
 Tiles. Chunks of 32 tokens, so that a product's operands stay in registers: of 64, the addresses and descriptors of all
-products alone fill the registers of a program in the backward walk. Key columns go by 64 in the walk, by 16 or 32
-elsewhere. Compiled for bf16 at K = V = 128, no kernel spills on gfx942, and on NVIDIA GPUs the walks and KDA's backward
-keep up to 90 bytes a thread on the stack, mostly addresses that loops share. The inverse is formed rather than W and U
+products alone fill the registers of a program in the backward walk. Key columns go by up to 128 in the walks, shared by
+eight warps, and by 16 or 32 elsewhere. No loop takes out of it what stays the same in all its rounds (disable_licm):
+offsets and masks are made where they are used, since to keep them all would fill the registers as well. Compiled for
+sm_80, sm_90, sm_100 and gfx942 at K = V = 64 and 128, no kernel spills. The inverse is formed rather than W and U
 of the WY form: Z = (I + M B)^-1 (V - k_start S) is a product of C x C more in the walk, but S takes part before the
 solve, so sums cancel as in the recurrence; and no row of W or U has to be written and read.
 
@@ -114,11 +115,23 @@ class Sizes:
     @property
     def walk_constants(self) -> Dict[str, Any]:
         """The same for kernels that hold a state in registers: few of its columns, which others hold beside them."""
-        return dict(self.constants, BK=min(64, padded(self.key_dim)), BV=16)
+        return dict(self.constants, BK=min(128, padded(self.key_dim)), BV=16)
+
+    @property
+    def walk_back_constants(self) -> Dict[str, Any]:
+        """The same with smaller tiles where the larger ones do not fit the registers: two kinds of rows go by."""
+        to = target(self.order)
+        narrow = to.backend == "cuda" and to.arch < 90
+        return dict(self.walk_constants, BK=min(32 if narrow else 128, padded(self.key_dim)))
+
+    @property
+    def walk_warps(self) -> int:
+        return 8 if self.key_dim > 64 else 4
 
     def walk_programs(self, tensor: Tensor) -> int:
+        """As many as run at the same time: one that had to wait for another would hold back long sequences."""
         columns = triton.cdiv(self.value_dim, self.walk_constants["BV"])
-        return programs(tensor, self.order.shape[0] * self.value_heads * columns, 2)
+        return programs(tensor, self.order.shape[0] * self.value_heads * columns, 8 // self.walk_warps)
 
     def chunk_programs(self, tensor: Tensor, heads: int, columns: int = 1) -> int:
         return programs(tensor, self.blocks.most * heads * columns, 2)
@@ -282,7 +295,7 @@ def _solve(
     mix, beta, cu_seqlens, items, count, solve, solve_back, HV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         _invert(mix, first, eos, zero, hv, HV, None, beta, solve, C, LEVELS, PRECISION)
         if solve_back is not None:
@@ -351,7 +364,7 @@ def _walk(
     """
     columns: tl.constexpr = (V + BV - 1) // BV
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(sequences) * (HV * columns), tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(sequences) * (HV * columns), tl.num_programs(0), disable_licm=True):
         n = tl.load(order + item // (HV * columns)).to(tl.int64)
         hv = item // columns % HV
         head = hv // ROW_GROUP
@@ -359,7 +372,7 @@ def _walk(
         bos = tl.load(cu_seqlens + n).to(tl.int64)
         eos = tl.load(cu_seqlens + n + 1).to(tl.int64)
         state = load_states(initial_state, n, hv, HV, K, value, V, BK)
-        for first in range(bos, eos, C):
+        for first in tl.range(bos, eos, C, disable_licm=True):
             here = first + j < eos
             if first > bos:
                 store_states(states, first // C, hv, HV, K, value, V, BK, state)
@@ -401,7 +414,7 @@ def walk(
         _walk, sizes.walk_programs(v), *prepared.k_start.arguments, *prepared.k_end.arguments, prepared.over,
         prepared.solve, v, v.stride(0), v.stride(1), beta, cu_seqlens, sizes.order, sizes.sequences, initial_state,
         states, corrections, final_state, **sizes.walk_constants, ROW_GROUP=prepared.k_start.group,
-        PER_CHANNEL=prepared.over.dim() == 3, num_warps=4, num_stages=1,
+        PER_CHANNEL=prepared.over.dim() == 3, num_warps=sizes.walk_warps, num_stages=1,
     )  # fmt: skip
     return states, corrections
 
@@ -430,7 +443,7 @@ def _outputs(
     """O = q_start S + P B Z, a chunk and BV columns at a time."""
     columns: tl.constexpr = (V + BV - 1) // BV
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * (HV * columns), tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * (HV * columns), tl.num_programs(0), disable_licm=True):
         value = item % columns * BV + tl.arange(0, BV)
         hv, n, first, eos, zero = chunk_of(item // columns, HV, cu_seqlens, items, C)
         head = hv // ROW_GROUP
@@ -439,7 +452,7 @@ def _outputs(
         written = load_heads(corrections, first, here, hv, HV, value, V)
         written *= load_head(beta, first, here, hv, HV)[:, None]
         out = tl.dot(load_heads(read, first, here, hv, HV, j, C), written, input_precision=PRECISION)
-        for row in range(0, K, BK):
+        for row in tl.range(0, K, BK, disable_licm=True):
             k = row + tl.arange(0, BK)
             state = load_state(initial_state, states, n, first > bos, first // C, hv, HV, k, K, value, V)
             rows = load_rows(q_start, start_factors, start_token, start_head, first, here, head, hv, HV, k, K)

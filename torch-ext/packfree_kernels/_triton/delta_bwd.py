@@ -36,7 +36,7 @@ def _read_back(
     """P^T dO, the part of the gradient of B Z that no state has to do with, a chunk and BV columns at a time."""
     columns: tl.constexpr = (V + BV - 1) // BV
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * (HV * columns), tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * (HV * columns), tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item // columns, HV, cu_seqlens, items, C)
         value = item % columns * BV + tl.arange(0, BV)
         here = first + j < eos
@@ -58,7 +58,7 @@ def _walk_back(
     """
     columns: tl.constexpr = (V + BV - 1) // BV
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(sequences) * (HV * columns), tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(sequences) * (HV * columns), tl.num_programs(0), disable_licm=True):
         n = tl.load(order + item // (HV * columns)).to(tl.int64)
         hv = item // columns % HV
         head = hv // ROW_GROUP
@@ -67,7 +67,7 @@ def _walk_back(
         eos = tl.load(cu_seqlens + n + 1).to(tl.int64)
         d_state = load_states(d_final_state, n, hv, HV, K, value, V, BK)
         chunks = (eos - bos + C - 1) // C
-        for back in range(1, chunks + 1):
+        for back in tl.range(1, chunks + 1, disable_licm=True):
             first = bos + (chunks - back) * C
             here = first + j < eos
             if back > 1:
@@ -102,14 +102,14 @@ def _pair_gradients(
 ):  # fmt: skip
     """dP = dO X^T, dM = -dV X^T, dbeta_i = dR_i . Z_i, dV = B dR, where X = B Z, a chunk and value head at a time."""
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         here = first + j < eos
         strength = load_head(beta, first, here, hv, HV)
         by_read = tl.zeros((C, C), tl.float32)
         by_mix = tl.zeros((C, C), tl.float32)
         by_beta = tl.zeros((C,), tl.float32)
-        for at in range(0, V, BV):
+        for at in tl.range(0, V, BV, disable_licm=True):
             value = at + tl.arange(0, BV)
             d_z = load_heads(d_right, first, here, hv, HV, value, V)
             z = load_heads(corrections, first, here, hv, HV, value, V)
@@ -134,19 +134,19 @@ def _row_gradients(
 ):  # fmt: skip
     """Gradients of decayed rows, dO S^T, -dV S^T and X dS^T, and of the exponents of the decay over the chunk."""
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         bos = tl.load(cu_seqlens + n).to(tl.int64)
         here = first + j < eos
         strength = load_head(beta, first, here, hv, HV)[:, None]
         over_chunk = 0.0
-        for row in range(0, K, BK):
+        for row in tl.range(0, K, BK, disable_licm=True):
             k = row + tl.arange(0, BK)
             by_q = tl.zeros((C, BK), tl.float32)
             by_start = tl.zeros((C, BK), tl.float32)
             by_end = tl.zeros((C, BK), tl.float32)
             by_over = tl.zeros((BK,), tl.float32)
-            for at in range(0, V, BV):
+            for at in tl.range(0, V, BV, disable_licm=True):
                 value = at + tl.arange(0, BV)
                 state = load_state(initial_state, states, n, first > bos, first // C, hv, HV, k, K, value, V)
                 d_state = load_state(
@@ -180,19 +180,19 @@ def _finish_rows(
 ):  # fmt: skip
     """From gradients of the rows scale x / |x| of each value head, summed in their order, to those of x."""
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * H, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * H, tl.num_programs(0), disable_licm=True):
         h, n, first, eos, zero = chunk_of(item, H, cu_seqlens, items, C)
         here = first + j < eos
         square = tl.zeros((C,), tl.float32)
         along = tl.zeros((C,), tl.float32)
         if L2NORM:
-            for row in range(0, K, BK):
+            for row in tl.range(0, K, BK, disable_licm=True):
                 k = row + tl.arange(0, BK)
                 rows = load_rows(x, None, x_token, x_head, first, here, h, h, 1, k, K)
                 square += tl.sum(rows * rows, 1)
                 along += tl.sum(rows * _sum_of_group(parts, first, here, h, HV, H, k, K), 1)
         inverse = 1.0 / tl.sqrt(square + 1e-6) if L2NORM else 1.0 + square
-        for row in range(0, K, BK):
+        for row in tl.range(0, K, BK, disable_licm=True):
             k = row + tl.arange(0, BK)
             d_rows = _sum_of_group(parts, first, here, h, HV, H, k, K)
             if L2NORM:
@@ -256,8 +256,8 @@ def backward(
         _walk_back, sizes.walk_programs(v), *prepared.q_start.arguments, *prepared.k_start.arguments,
         *prepared.k_end.arguments, prepared.over, prepared.solve_back, d_o, d_written, beta, cu_seqlens,
         sizes.order, sizes.sequences, d_final_state, d_states, d_right, d_initial_state,
-        **dict(sizes.walk_constants, BK=sizes.constants["BK"]), ROW_GROUP=prepared.q_start.group,
-        PER_CHANNEL=per_channel, num_warps=4, num_stages=1,
+        **sizes.walk_back_constants, ROW_GROUP=prepared.q_start.group, PER_CHANNEL=per_channel,
+        num_warps=sizes.walk_warps, num_stages=1,
     )  # fmt: skip
     d_read, d_mix = torch.empty_like(prepared.read), torch.empty_like(prepared.read)
     d_beta, d_v = torch.zeros_like(beta), v.new_zeros(v.shape)
@@ -270,8 +270,8 @@ def backward(
     d_over = torch.empty_like(prepared.over)
     launch(
         _row_gradients, programs, d_o, d_right, corrections, beta, prepared.over, initial_state, states, d_final_state,
-        d_states, *blocks, d_q_start, d_k_start, d_k_end, d_over, **dict(sizes.constants, BK=16), **columns,
-        PER_CHANNEL=per_channel, num_warps=4,
+        d_states, *blocks, d_q_start, d_k_start, d_k_end, d_over, **sizes.constants, **columns,
+        PER_CHANNEL=per_channel, num_warps=8,
     )  # fmt: skip
     return Gradients(d_read, d_mix, d_q_start, d_k_start, d_k_end, d_over, d_v, d_beta, d_initial_state)
 

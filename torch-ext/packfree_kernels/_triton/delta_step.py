@@ -20,7 +20,7 @@ def _step(
     """A sequence in BV columns of one value head's state, as the recurrence says."""
     columns: tl.constexpr = (V + BV - 1) // BV
     x = tl.arange(0, BK)
-    for item in range(tl.program_id(0), tl.load(sequences) * (HV * columns), tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(sequences) * (HV * columns), tl.num_programs(0), disable_licm=True):
         n = tl.load(order + item // (HV * columns)).to(tl.int64)
         hv = item // columns % HV
         h = hv // (HV // H)

@@ -24,7 +24,7 @@ def _take_decay(
     along the row, so that no pair is added and taken away again.
     """
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         i = j[:, None] + zero
         here = first + j < eos
@@ -47,7 +47,7 @@ def _row_and_decay_gradients(
 ):  # fmt: skip
     """Gradients of normalised rows and of log-decays, a chunk and a value head at a time."""
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         h = hv // (HV // H)
         here = first + j < eos
@@ -57,7 +57,7 @@ def _row_and_decay_gradients(
         to_end = tl.exp(tl.cumsum(follows, 0, reverse=True))
         by_start = tl.zeros((C,), tl.float32)
         by_end = tl.zeros((C,), tl.float32)
-        for row in range(0, K, BK):
+        for row in tl.range(0, K, BK, disable_licm=True):
             x = row + tl.arange(0, BK)
             q_rows = load_rows(q, q_factors, q_token, q_head, first, here, h, h, H, x, K)
             k_rows = load_rows(k, k_factors, k_token, k_head, first, here, h, h, H, x, K)

@@ -35,7 +35,7 @@ def key_products(
     kk = tl.zeros((C, C), tl.float32)
     q_square = tl.zeros((C,), tl.float32)
     k_square = tl.zeros((C,), tl.float32)
-    for at in range(0, K, BK):
+    for at in tl.range(0, K, BK, disable_licm=True):
         channel = at + tl.arange(0, BK)
         q_rows = load_rows(q, None, q_token, q_head, first, here, head, head, 1, channel, K)
         k_rows = load_rows(k, None, k_token, k_head, first, here, head, head, 1, channel, K)
@@ -60,7 +60,7 @@ def _pairs(
 ):  # fmt: skip
     """Decays and pairs, a chunk and a key head with its value heads at a time."""
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * H, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * H, tl.num_programs(0), disable_licm=True):
         h, n, first, eos, zero = chunk_of(item, H, cu_seqlens, items, C)
         here = first + j < eos
         qk, kk, q_factor, k_factor = key_products(

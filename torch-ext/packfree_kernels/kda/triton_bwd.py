@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton.chunk_math import double_spans, level_pairs
-from .._triton.delta import Sizes, chunk_of, dense, load_head, load_heads, load_rows, serves, store_heads
+from .._triton.delta import Sizes, chunk_of, dense, load_heads, load_rows, serves, store_heads
 from .._triton.delta_bwd import backward, finish_rows
 from .._triton.launch import launch
 from .triton_fwd import halves, prepare
@@ -36,29 +36,32 @@ def _side_gradients(
 ):  # fmt: skip
     """What P gives to the gradients of normalised rows of q and k and of log-decays, or what M gives to those of k.
 
-    A chunk, a value head and BK channels at a time. ``rows`` are those that the pairs decay up to: q for P, k for M.
-    With P ``d_rows`` are the gradients of q. With M, which has none of its own, both sides add to ``d_k``, and so do
-    the rows of k at the chunk's end and what P gave before.
+    A chunk, a value head and BK channels at a time. The rows that the pairs decay up to are ``rows`` for P, which are
+    those of q, and ``d_rows`` their gradients. M has those of k on both sides and neither of the two: both sides add to
+    ``d_k``, and so do the rows of k at the chunk's end and what P gave before.
     """
     columns: tl.constexpr = (K + BK - 1) // BK
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * (HV * columns), tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * (HV * columns), tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item // columns, HV, cu_seqlens, items, C)
         h = hv // (HV // H)
         x = item % columns * BK + tl.arange(0, BK)
         here = first + j < eos
-        up_rows = load_rows(rows, None, row_token, row_head, first, here, h, h, 1, x, K)
-        up_rows *= load_head(row_factors, first, here, hv, HV)[:, None]
-        k_rows = load_rows(k, None, k_token, k_head, first, here, h, h, 1, x, K)
-        k_rows *= load_head(k_factors, first, here, hv, HV)[:, None]
-        # The diagonal of P has no decay, that of M is 0.
-        diagonal = tl.load(d_pairs + (first * HV + hv) * C + j * (HV * C + 1), here, 0.0)[:, None]
-        by_up = diagonal * k_rows
-        by_low = diagonal * up_rows
+        k_rows = load_rows(k, k_factors, k_token, k_head, first, here, h, hv, HV, x, K)
+        if rows is not None:
+            up_rows = load_rows(rows, row_factors, row_token, row_head, first, here, h, hv, HV, x, K)
+            # The diagonal of P has no decay; that of M is 0.
+            diagonal = tl.load(d_pairs + (first * HV + hv) * C + j * (HV * C + 1), here, 0.0)[:, None]
+            by_up = diagonal * k_rows
+            by_low = diagonal * up_rows
+        else:
+            up_rows = k_rows
+            by_up = tl.zeros((C, BK), tl.float32)
+            by_low = tl.zeros((C, BK), tl.float32)
         by_g = tl.zeros((C, BK), tl.float32)
         inside = load_heads(g, first, here, hv, HV, x, K)
         behind = tl.zeros((C, BK), tl.float32)
-        for level in range(0, LEVELS):
+        for level in tl.range(0, LEVELS, disable_licm=True):
             s = 1 << level
             up, low = halves(inside, behind, s)
             pairs = tl.where(level_pairs(s, zero, C), load_heads(d_pairs, first, here, hv, HV, j, C), 0.0)
@@ -114,12 +117,12 @@ def kda_bwd(
     for side in (
         (q, q.stride(0), q.stride(1), prepared.q_factor, *keys, log_decay, d.read, d.q_start, None, None, None, None,
          *behind, d_q, d_k_by_read, dg_by_read),
-        (*keys, *keys, log_decay, d.mix, d.k_start, d.k_end, d.over, d_k_by_read, dg_by_read,
+        (None, 0, 0, None, *keys, log_decay, d.mix, d.k_start, d.k_end, d.over, d_k_by_read, dg_by_read,
          *behind, None, d_k, d_log_decay),
     ):  # fmt: skip
         launch(
             _side_gradients, sizes.chunk_programs(q, sizes.value_heads, triton.cdiv(sizes.key_dim, 16)), *side,
-            **dict(sizes.constants, BK=16), H=sizes.key_heads, LEVELS=sizes.chunk.bit_length() - 1, num_warps=4,
+            **dict(sizes.constants, BK=16), H=sizes.key_heads, LEVELS=sizes.chunk.bit_length() - 1, num_warps=8,
             num_stages=1,
         )  # fmt: skip
     dg, d_a_log, d_dt_bias = gate_gradients(sizes, g, a_log, dt_bias, lower_bound, cu_seqlens, d_log_decay)

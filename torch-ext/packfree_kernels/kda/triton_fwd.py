@@ -45,7 +45,7 @@ def _pairs(
 ):  # fmt: skip
     """Decayed rows and pairs, a chunk and a value head at a time. Rows are normalised by factors of their own."""
     j = tl.arange(0, C)
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         h = hv // (HV // H)
         here = first + j < eos
@@ -54,7 +54,7 @@ def _pairs(
         diagonal = tl.zeros((C,), tl.float32)
         q_square = tl.zeros((C,), tl.float32)
         k_square = tl.zeros((C,), tl.float32)
-        for row in range(0, K, BK):
+        for row in tl.range(0, K, BK, disable_licm=True):
             x = row + tl.arange(0, BK)
             q_rows = load_rows(q, None, q_token, q_head, first, here, h, h, 1, x, K)
             k_rows = load_rows(k, None, k_token, k_head, first, here, h, h, 1, x, K)
@@ -63,7 +63,7 @@ def _pairs(
             k_square += tl.sum(k_rows * k_rows, 1)
             inside = load_heads(g, first, here, hv, HV, x, K)
             behind = tl.zeros((C, BK), tl.float32)
-            for level in range(0, LEVELS):
+            for level in tl.range(0, LEVELS, disable_licm=True):
                 up, low = halves(inside, behind, 1 << level)
                 keys = tl.trans(k_rows * low)
                 parted = level_pairs(1 << level, zero, C)

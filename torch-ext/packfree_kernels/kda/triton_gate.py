@@ -40,11 +40,11 @@ def _gate(
     g, a_log, dt_bias, lower_bound, cu_seqlens, items, count, log_decay, HV: tl.constexpr, K: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         here = first + tl.arange(0, C) < eos
         rate = tl.exp(tl.load(a_log + hv))
-        for row in range(0, K, BK):
+        for row in tl.range(0, K, BK, disable_licm=True):
             k = row + tl.arange(0, BK)
             x = _gate_input(g, dt_bias, first, here, hv, HV, k, K)
             if BOUNDED:
@@ -60,12 +60,12 @@ def _gate_gradients(
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of g, and in d_rates what each token gives to that of a_log."""
-    for item in range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         here = first + tl.arange(0, C) < eos
         rate = tl.exp(tl.load(a_log + hv))
         by_rate = tl.zeros((C,), tl.float32)
-        for row in range(0, K, BK):
+        for row in tl.range(0, K, BK, disable_licm=True):
             k = row + tl.arange(0, BK)
             x = _gate_input(g, dt_bias, first, here, hv, HV, k, K)
             d = load_heads(d_log_decay, first, here, hv, HV, k, K)
