@@ -41,7 +41,10 @@ def forward_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[
         return tile(rows // 2 if on.arch < 90 and dims > 64 else rows, 32, 8, 2)
     if on.arch < 90:
         return tile(32, 64, 8, 2) if wide or dropout else tile(128, 32, 8, 3)
-    return tile(64, 32, 8, 2) if wide or dropout else tile(128, 64, 8, 2 if dims > 64 else 3)
+    if wide or dropout:
+        return tile(64, 32, 8, 2)
+    # Blackwell's products end in a memory of their own and come back through registers.
+    return tile(128, 32 if on.arch >= 100 and dims > 64 else 64, 8, 2 if dims > 64 else 3)
 
 
 def flash_attn_varlen_fwd(
