@@ -45,10 +45,9 @@ from .chunk_math import invert_unit_lower
 from .launch import launch, programs, target
 from .work import Blocks, cut_into_blocks, longest_first
 
-# Tokens of a chunk. Of 64 the pairs of tokens alone would fill a program's registers; see the note above.
+# Tokens of a chunk; the note above tells why not more.
 CHUNK = 32
-# Columns of a state that one program walks with.
-WALK_COLUMNS = 16
+WALK_COLUMNS = 16  # of a state, which one program walks with
 
 
 def precision(tensor: Tensor) -> str:
@@ -139,8 +138,7 @@ class Sizes:
         Such a chunk starts at least a chunk behind any other such one, whatever the boundaries: the chunk that starts
         at token t has slot t // C, and the room does not grow with the number of sequences.
         """
-        slots = self.tokens // self.chunk + 1
-        return like.new_empty((slots, *self.state_shape[1:]), dtype=torch.float32)
+        return like.new_empty((self.tokens // self.chunk + 1, *self.state_shape[1:]), dtype=torch.float32)
 
 
 def padded(size: int) -> int:
