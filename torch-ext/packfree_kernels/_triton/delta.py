@@ -12,9 +12,10 @@ Tiles. Chunks of 32 tokens, so that a product's operands stay in registers: of 6
 products alone fill the registers of a program in the backward walk. Key columns go by up to 128 in the walks, shared by
 eight warps, and by 16 or 32 elsewhere. No loop takes out of it what stays the same in all its rounds (disable_licm):
 offsets and masks are made where they are used, since to keep them all would fill the registers as well. Compiled for
-sm_80, sm_90, sm_100 and gfx942 at K = V = 64 and 128, no kernel spills. The inverse is formed rather than W and U
-of the WY form: Z = (I + M B)^-1 (V - k_start S) is a product of C x C more in the walk, but S takes part before the
-solve, so sums cancel as in the recurrence; and no row of W or U has to be written and read.
+sm_80, sm_90, sm_100 and gfx942 at K = V = 64 and 128, no kernel spills; at 256 the walks keep a few bytes a thread on
+the stack of some NVIDIA GPUs. The inverse is formed rather than W and U of the WY form: Z = (I + M B)^-1 (V - k_start
+S) is a product of C x C more in the walk, but S takes part before the solve, so sums cancel as in the recurrence; and
+no row of W or U has to be written and read.
 
 Precision. All products have fp32 operands and three TF32 parts (see :func:`precision`), because final states and the
 gradients of decays and strengths are fp32 whatever the dtype of q, k and v. With
@@ -44,8 +45,9 @@ from .chunk_math import invert_unit_lower
 from .launch import launch, programs, target
 from .work import Blocks, cut_into_blocks, longest_first
 
-# Tokens of a chunk. Of 64 the pairs of tokens alone would fill a program's registers; see the note above.
+# Tokens of a chunk; the note above tells why not more.
 CHUNK = 32
+WALK_COLUMNS = 16  # of a state, which one program walks with
 
 
 def precision(tensor: Tensor) -> str:
@@ -95,9 +97,8 @@ class Sizes:
         value_heads, value_dim = v.shape[1:]
         blocks = cut_into_blocks(cu_seqlens, tokens, CHUNK)
         order, sequences = longest_first(cu_seqlens)
-        return Sizes(
-            tokens, key_heads, value_heads, key_dim, value_dim, CHUNK, blocks, order, sequences, precision(q)
-        )
+        sizes = tokens, key_heads, value_heads, key_dim, value_dim
+        return Sizes(*sizes, CHUNK, blocks, order, sequences, precision(q))
 
     @property
     def constants(self) -> Dict[str, Any]:
@@ -115,23 +116,18 @@ class Sizes:
     @property
     def walk_constants(self) -> Dict[str, Any]:
         """The same for kernels that hold a state in registers: few of its columns, which others hold beside them."""
-        return dict(self.constants, BK=min(128, padded(self.key_dim)), BV=16)
+        return dict(self.constants, BK=min(128, padded(self.key_dim)), BV=WALK_COLUMNS, num_warps=8, num_stages=1)
 
     @property
     def walk_back_constants(self) -> Dict[str, Any]:
         """The same with smaller tiles where the larger ones do not fit the registers: two kinds of rows go by."""
         to = target(self.order)
-        narrow = to.backend == "cuda" and to.arch < 90
-        return dict(self.walk_constants, BK=min(32 if narrow else 128, padded(self.key_dim)))
-
-    @property
-    def walk_warps(self) -> int:
-        return 8 if self.key_dim > 64 else 4
+        narrow = 32 if to.backend == "cuda" and to.arch < 90 else 128
+        return dict(self.walk_constants, BK=min(64 if self.key_dim > 128 else narrow, padded(self.key_dim)))
 
     def walk_programs(self, tensor: Tensor) -> int:
         """As many as run at the same time: one that had to wait for another would hold back long sequences."""
-        columns = triton.cdiv(self.value_dim, self.walk_constants["BV"])
-        return programs(tensor, self.order.shape[0] * self.value_heads * columns, 8 // self.walk_warps)
+        return programs(tensor, self.order.shape[0] * self.value_heads * triton.cdiv(self.value_dim, WALK_COLUMNS))
 
     def chunk_programs(self, tensor: Tensor, heads: int, columns: int = 1) -> int:
         return programs(tensor, self.blocks.most * heads * columns, 2)
@@ -142,8 +138,7 @@ class Sizes:
         Such a chunk starts at least a chunk behind any other such one, whatever the boundaries: the chunk that starts
         at token t has slot t // C, and the room does not grow with the number of sequences.
         """
-        slots = self.tokens // self.chunk + 1
-        return like.new_empty((slots, *self.state_shape[1:]), dtype=torch.float32)
+        return like.new_empty((self.tokens // self.chunk + 1, *self.state_shape[1:]), dtype=torch.float32)
 
 
 def padded(size: int) -> int:
@@ -414,7 +409,7 @@ def walk(
         _walk, sizes.walk_programs(v), *prepared.k_start.arguments, *prepared.k_end.arguments, prepared.over,
         prepared.solve, v, v.stride(0), v.stride(1), beta, cu_seqlens, sizes.order, sizes.sequences, initial_state,
         states, corrections, final_state, **sizes.walk_constants, ROW_GROUP=prepared.k_start.group,
-        PER_CHANNEL=prepared.over.dim() == 3, num_warps=sizes.walk_warps, num_stages=1,
+        PER_CHANNEL=prepared.over.dim() == 3,
     )  # fmt: skip
     return states, corrections
 

@@ -257,7 +257,6 @@ def backward(
         *prepared.k_end.arguments, prepared.over, prepared.solve_back, d_o, d_written, beta, cu_seqlens,
         sizes.order, sizes.sequences, d_final_state, d_states, d_right, d_initial_state,
         **sizes.walk_back_constants, ROW_GROUP=prepared.q_start.group, PER_CHANNEL=per_channel,
-        num_warps=sizes.walk_warps, num_stages=1,
     )  # fmt: skip
     d_read, d_mix = torch.empty_like(prepared.read), torch.empty_like(prepared.read)
     d_beta, d_v = torch.zeros_like(beta), v.new_zeros(v.shape)
