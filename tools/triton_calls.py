@@ -28,12 +28,14 @@ class Call:
         sizes: what the call is known by.
         dtype: of the tokens.
         arguments: makes the forward op's arguments, by the names of its schema.
+        of_models: whether models have these sizes. At the largest that are served a few registers may spill.
     """
 
     op: str
     sizes: str
     dtype: torch.dtype
     arguments: Callable[[], dict[str, Any]]
+    of_models: bool = True
 
     def __str__(self) -> str:
         return f"{self.op.removesuffix('_fwd')} {self.sizes} {str(self.dtype).removeprefix('torch.')}"
@@ -77,7 +79,7 @@ def _delta_rule(op: str, heads: int, value_heads: int, dim: int, dtype: torch.dt
             want_state=True,
         )  # fmt: skip
 
-    return Call(op, f"K={dim} V={value_dim}", dtype, arguments)
+    return Call(op, f"K={dim} V={value_dim}", dtype, arguments, of_models=dim <= 128)
 
 
 def _mamba2(heads: int, groups: int, dim: int, state: int, dtype: torch.dtype, everything: bool = False) -> Call:

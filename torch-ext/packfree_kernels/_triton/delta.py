@@ -8,12 +8,12 @@ sequences first; nothing else is serial), ``_outputs`` (a chunk by itself). Back
 ``_read_back``, ``_walk_back`` (the same walk, from the end), ``_pair_gradients``, ``_row_gradients``, the rule's own
 way back through its decays, and ``_finish_rows``, which sums a key head's value heads in their order.
 
-Tiles. Chunks of 32 tokens, so that a product's operands stay in registers: of 64, the addresses and descriptors of all
-products alone fill the registers of a program in the backward walk. Key columns go by up to 128 in the walks, shared by
-eight warps, and by 16 or 32 elsewhere. No loop takes out of it what stays the same in all its rounds (disable_licm):
-offsets and masks are made where they are used, since to keep them all would fill the registers as well. Compiled for
-sm_80, sm_90, sm_100 and gfx942 at K = V = 64 and 128, no kernel spills; at 256 the walks keep a few bytes a thread on
-the stack of some NVIDIA GPUs. The inverse is formed rather than W and U of the WY form: Z = (I + M B)^-1 (V - k_start
+Tiles. Chunks of 32 tokens (16 beyond K = 128), so that a product's operands stay in registers: of 64, the addresses and
+descriptors of all products alone fill the registers of a program in the backward walk. Key columns go by up to 128 in
+the walks, shared by eight warps, and by 16 or 32 elsewhere. No loop takes out of it what stays the same in all its
+rounds (disable_licm): offsets and masks are made where they are used, since to keep them all would fill the registers
+as well. Compiled for sm_80, sm_90, sm_100 and gfx942 at K = V = 64 and 128, no kernel spills; at 256 up to 40 bytes a
+thread do, on sm_80 and sm_100. The inverse is formed rather than W and U of the WY form: Z = (I + M B)^-1 (V - k_start
 S) is a product of C x C more in the walk, but S takes part before the solve, so sums cancel as in the recurrence; and
 no row of W or U has to be written and read.
 
@@ -95,10 +95,11 @@ class Sizes:
     def of(q: Tensor, v: Tensor, cu_seqlens: Tensor) -> "Sizes":
         tokens, key_heads, key_dim = q.shape
         value_heads, value_dim = v.shape[1:]
-        blocks = cut_into_blocks(cu_seqlens, tokens, CHUNK)
+        chunk = CHUNK if key_dim <= 128 else CHUNK // 2
+        blocks = cut_into_blocks(cu_seqlens, tokens, chunk)
         order, sequences = longest_first(cu_seqlens)
         sizes = tokens, key_heads, value_heads, key_dim, value_dim
-        return Sizes(*sizes, CHUNK, blocks, order, sequences, precision(q))
+        return Sizes(*sizes, chunk, blocks, order, sequences, precision(q))
 
     @property
     def constants(self) -> Dict[str, Any]:
@@ -114,16 +115,26 @@ class Sizes:
         return self.order.shape[0], self.value_heads, self.key_dim, self.value_dim
 
     @property
+    def is_tight(self) -> bool:
+        """Whether products take their operands from registers, as before Hopper."""
+        to = target(self.order)
+        return to.backend == "cuda" and to.arch < 90
+
+    @property
     def walk_constants(self) -> Dict[str, Any]:
         """The same for kernels that hold a state in registers: few of its columns, which others hold beside them."""
-        return dict(self.constants, BK=min(128, padded(self.key_dim)), BV=WALK_COLUMNS, num_warps=8, num_stages=1)
+        rows = 64 if self.is_tight and self.key_dim > 128 else 128
+        return dict(
+            self.constants, BK=min(rows, padded(self.key_dim)), BV=WALK_COLUMNS, num_warps=8, num_stages=1
+        )  # fmt: skip
 
     @property
     def walk_back_constants(self) -> Dict[str, Any]:
         """The same with smaller tiles where the larger ones do not fit the registers: two kinds of rows go by."""
-        to = target(self.order)
-        narrow = 32 if to.backend == "cuda" and to.arch < 90 else 128
-        return dict(self.walk_constants, BK=min(64 if self.key_dim > 128 else narrow, padded(self.key_dim)))
+        rows = 128
+        if self.is_tight:
+            rows = 64 if self.key_dim > 128 else 32
+        return dict(self.walk_constants, BK=min(rows, padded(self.key_dim)))
 
     def walk_programs(self, tensor: Tensor) -> int:
         """As many as run at the same time: one that had to wait for another would hold back long sequences."""
