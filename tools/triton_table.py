@@ -124,7 +124,7 @@ def code_of(function: JITCallable) -> str:
         value = function.fn.__globals__[name]
         if isinstance(value, JITCallable):
             parts.append(code_of(value))
-        elif not isinstance(value, ModuleType):
+        elif isinstance(value, (bool, int, float, str, triton.language.constexpr)):
             parts.append(f"{name}={value}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
