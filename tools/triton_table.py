@@ -146,7 +146,9 @@ def wanted_launches(kernel: ModuleType, only: str = "") -> list[Wanted]:
                 if only not in name:
                     continue
                 source, options = compiled_by(launch, target)
-                details = (source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), options)
+                # Where a library lies is this machine's matter.
+                chosen = sorted((key, str(value)) for key, value in options.items() if key != "extern_libs")
+                details = (source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), chosen)
                 text = f"{code_of(launch.kernel)} {details}"
                 digest = hashlib.sha256(text.encode()).hexdigest()[:12]
                 wanted = Wanted(
