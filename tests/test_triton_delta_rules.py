@@ -41,7 +41,7 @@ def module(kernel, name):
 
 def over_an_edge(kernel, padding=0):
     """A sequence of two chunks, an empty one and a short one."""
-    return Pack("over an edge", (module(kernel, "_triton.delta").CHUNK + 1, 0, 2), padding)
+    return Pack("over an edge", (module(kernel, "_triton.delta_sizes").CHUNK + 1, 0, 2), padding)
 
 
 @pytest.mark.parametrize("rule, case", EVERY_CASE)
@@ -104,7 +104,7 @@ def test_padding_may_hold_anything(rule):
 
 @every_rule
 def test_extreme_decay(kernel, rule):
-    check_extreme(EXTREMES["-1e4 at one token"], rule, rule.chunk, module(kernel, "_triton.delta").CHUNK + 5)
+    check_extreme(EXTREMES["-1e4 at one token"], rule, rule.chunk, module(kernel, "_triton.delta_sizes").CHUNK + 5)
 
 
 def test_extreme_decay_of_channels():

@@ -83,11 +83,6 @@ def is_roomy(on: Target) -> bool:
     return on.backend == "cuda" and on.shared_memory >= SM80.shared_memory
 
 
-def padded(dim: int) -> int:
-    """A head dim as ``tl.dot`` takes it: a power of two, 16 or more."""
-    return max(16, triton.next_power_of_2(dim))
-
-
 def contiguous_rows(tensor: Tensor) -> Tensor:
     """``[T, H, K]`` with a contiguous last axis, copied only if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

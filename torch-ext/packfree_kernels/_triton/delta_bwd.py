@@ -9,8 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta import (
-    Prepared,
-    Sizes,
     chunk_of,
     load_head,
     load_heads,
@@ -18,14 +16,13 @@ from .delta import (
     load_rows,
     load_state,
     load_states,
-    padded,
-    states_or,
     store_head,
     store_heads,
     store_states,
     walk,
 )
-from .launch import launch
+from .delta_sizes import Prepared, Sizes, states_or
+from .launch import launch, padded
 
 
 @triton.jit

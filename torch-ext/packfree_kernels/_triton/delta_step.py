@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .delta import dense, serves, state_at, states_or
+from .delta import state_at
+from .delta_sizes import dense, serves, states_or
 from .launch import launch, programs
 from .work import longest_first
 

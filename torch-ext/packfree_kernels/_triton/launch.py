@@ -92,6 +92,11 @@ def programs(tensor: Tensor, most: int, per_multiprocessor: int = 1) -> int:
     return min(most, target(tensor).multiprocessors * per_multiprocessor)
 
 
+def padded(size: int) -> int:
+    """An axis of ``size`` as ``tl.dot`` takes it: a power of two, 16 or more."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def dot_precision(tensor: Tensor) -> str:
     """``input_precision`` of ``tl.dot`` on operands made of ``tensor``: fp32 in full, unless torch may use TF32."""
     wants_full = tensor.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._checks import type_error
-from .launch import dot_precision, launch, programs, target
+from .launch import dot_precision, launch, padded, programs, target
 from .work import Blocks
 
 # Numbers that one program clears at a time.
@@ -145,7 +145,7 @@ class ScanInputs:
 
 def _fitting(size: int, most: int) -> int:
     """The tile for an axis of ``size``: a power of two that ``tl.dot`` takes, at most ``most``."""
-    return max(16, min(most, triton.next_power_of_2(size)))
+    return max(16, min(most, padded(size)))
 
 
 def _dense_rows(tensor: Optional[Tensor]) -> Optional[Tensor]:

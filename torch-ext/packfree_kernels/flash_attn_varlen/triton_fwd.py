@@ -18,7 +18,6 @@ from .._triton.attention import (
     dropout_streams,
     is_roomy,
     load_rows,
-    padded,
     seed_on,
     store_rows,
     tanh,
@@ -27,7 +26,7 @@ from .._triton.attention import (
     visible_keys,
     with_padding,
 )
-from .._triton.launch import Target, dot_precision, launch, programs, target
+from .._triton.launch import Target, dot_precision, launch, padded, programs, target
 from .._triton.work import cut_into_blocks
 
 

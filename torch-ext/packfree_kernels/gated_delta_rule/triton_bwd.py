@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton.chunk_math import decay_between
-from .._triton.delta import Sizes, chunk_of, dense, load_head, load_heads, load_rows, serves, store_head, store_heads
+from .._triton.delta import chunk_of, load_head, load_heads, load_rows, store_head, store_heads
 from .._triton.delta_bwd import backward, finish_rows
+from .._triton.delta_sizes import Sizes, dense, serves
 from .._triton.launch import launch
 from .triton_fwd import prepare
 

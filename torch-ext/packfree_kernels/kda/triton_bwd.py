@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton.chunk_math import double_spans, level_pairs
-from .._triton.delta import Sizes, chunk_of, dense, load_heads, load_rows, serves, store_heads
+from .._triton.delta import chunk_of, load_heads, load_rows, store_heads
 from .._triton.delta_bwd import backward, finish_rows
+from .._triton.delta_sizes import Sizes, dense, serves
 from .._triton.launch import launch
 from .triton_fwd import halves, prepare
 from .triton_gate import gate_gradients, gated

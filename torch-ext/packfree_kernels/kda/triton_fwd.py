@@ -8,20 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._triton.chunk_math import double_spans, level_pairs
-from .._triton.delta import (
-    Prepared,
-    Rows,
-    Sizes,
-    chunk_of,
-    dense,
-    forward,
-    load_heads,
-    load_rows,
-    serves,
-    solve_systems,
-    store_head,
-    store_heads,
-)
+from .._triton.delta import chunk_of, forward, load_heads, load_rows, solve_systems, store_head, store_heads
+from .._triton.delta_sizes import Prepared, Rows, Sizes, dense, serves
 from .._triton.delta_step import recurrent
 from .._triton.launch import launch
 from .triton_gate import gated

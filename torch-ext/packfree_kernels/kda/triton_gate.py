@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._triton.delta import Sizes, chunk_of, load_heads, store_head, store_heads
+from .._triton.delta import chunk_of, load_heads, store_head, store_heads
+from .._triton.delta_sizes import Sizes
 from .._triton.launch import launch
 
 
