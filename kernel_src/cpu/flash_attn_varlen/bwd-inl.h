@@ -160,26 +160,71 @@ struct GradientOperands {
   int64_t range_size;
 };
 
-// What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, delta.
+// Where lse and dlse of a tile's column lie.
+template <class Acc>
+PACKFREE_INLINE int64_t LseIndex(const AttentionArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
+                                 int64_t column) {
+  const int64_t group = args.H / args.HK, m = tile.first + column;
+  return (unit.kv_head * group + m % group) * args.queries.tokens + args.queries.bos(unit.sequence) + m / group;
+}
+
+// dout by rows and transposed, and with it delta if it is wanted.
 template <class Elem, class Acc>
-inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc sign, const GradientOperands<Acc>& on) {
-  constexpr Acc kLog2e = Acc(1.44269504088896340736);
+inline void LoadOutputGradient(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
+                               const GradientOperands<Acc>& on, Acc* delta) {
   using Products = BackwardProducts<Elem, Acc>;
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
   Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), on.copy, on.dout_rows, on.doutt);
-  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, on.doutt, on.copy, on.scores, on.delta);
-  Products::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, on.copy, on.q_rows, on.qt);
-  for (int64_t c = 0; c < kTileColumns; ++c) {
-    // Columns past the tile's end get probability 0.
-    on.lse[c] = static_cast<Acc>(__builtin_inf());
-    if (c >= tile.columns) continue;
-    const int64_t m = tile.first + c, head = unit.kv_head * group + m % group;
-    const int64_t index = head * args.queries.tokens + bos + m / group;
-    on.lse[c] = static_cast<const Acc*>(args.lse)[index] * kLog2e;
-    if (args.dlse != nullptr) on.delta[c] -= static_cast<const Acc*>(args.dlse)[index];
+  if (delta == nullptr) return;
+  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, on.doutt, on.copy, on.scores, delta);
+  if (args.dlse == nullptr) return;
+  for (int64_t c = 0; c < tile.columns; ++c) {
+    delta[c] -= static_cast<const Acc*>(args.dlse)[LseIndex(args, unit, tile, c)];
   }
 }
+
+// What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, and delta, which
+// is copied from `delta` unless that is null.
+template <class Elem, class Acc>
+inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
+                             Acc sign, const Acc* delta, const GradientOperands<Acc>& on) {
+  constexpr Acc kLog2e = Acc(1.44269504088896340736);
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
+  LoadOutputGradient<Elem>(args, unit, tile, on, delta == nullptr ? on.delta : nullptr);
+  if (delta != nullptr) __builtin_memcpy(on.delta, delta, kTileColumns * sizeof(Acc));
+  BackwardProducts<Elem, Acc>::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, on.copy, on.q_rows,
+                                           on.qt);
+  for (int64_t c = 0; c < kTileColumns; ++c) {
+    // Columns past the tile's end get probability 0.
+    on.lse[c] = c < tile.columns ? static_cast<const Acc*>(args.lse)[LseIndex(args, unit, tile, c)] * kLog2e
+                                 : static_cast<Acc>(__builtin_inf());
+  }
+}
+
+// Brings what the next query tile needs into the L2 cache, a share of its rows for every block of keys of this one.
+template <class Elem>
+struct NextTile {
+  static constexpr int64_t kShare = 8;
+  const AttentionBackwardArgs& args;
+  const KeyUnit& unit;
+  int64_t first;        // row of column 0
+  int64_t done, rows;   // rows that were fetched, of how many
+  const char* partial;  // its sum of dq so far, null if there is none
+  int64_t partial_row;  // bytes of it for every row
+
+  static PACKFREE_INLINE void Fetch(const void* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+  }
+  void Step() {
+    const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
+    for (const int64_t end = done + kShare < rows ? done + kShare : rows; done < end; ++done) {
+      const int64_t m = first + done;
+      Fetch(TileRow<Elem>(args.dout, bos, group, unit.kv_head, m), args.V * sizeof(Elem));
+      Fetch(TileRow<Elem>(args.q, bos, group, unit.kv_head, m), args.K * sizeof(Elem));
+      if (partial != nullptr) Fetch(partial + done * partial_row, partial_row);
+    }
+  }
+};
 
 // scores = k q^T, dscores = v dout^T for the rows from `first` on, and what makes P Z and dS of them.
 template <class Products, class Acc, bool kSoftcap>
@@ -206,9 +251,9 @@ PACKFREE_INLINE void AddBlock(const AttentionArgs& args, const GradientOperands<
 }
 
 // The tile's part of the gradients by the keys [begin, end) of a range that starts at range_begin.
-template <class Products, class Acc, bool kSoftcap>
+template <class Products, class Acc, bool kSoftcap, class Next>
 void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale,
-                      const GradientOperands<Acc>& on, int64_t range_begin, int64_t begin, int64_t end) {
+                      const GradientOperands<Acc>& on, int64_t range_begin, int64_t begin, int64_t end, Next& next_tile) {
   constexpr int64_t kBlock = Products::kBlock;
   int64_t block = begin / kBlock * kBlock;
   int64_t from = Products::kWholeBlocks ? block : begin;
@@ -217,6 +262,7 @@ void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, con
   here.Finish();
   for (block += kBlock; block < end; block += kBlock) {
     const int64_t first = from - range_begin;
+    next_tile.Step();
     from = block;
     to = block + kBlock < end ? block + kBlock : end;
     if constexpr (Products::kOverlaps) {
@@ -230,13 +276,36 @@ void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, con
       here.Finish();
     }
   }
+  next_tile.Step();
   AddBlock<Products>(args, on, here, from - range_begin, NoWork());
 }
 
-template <class Elem, class Acc>
-void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryGradientExchange& exchange,
-                  void* scratch) {
+template <class Acc>
+PACKFREE_INLINE GradientOperands<Acc> OperandsIn(const AttentionArgs& args, void* scratch) {
   const BackwardScratch layout(args);
+  Acc* base = static_cast<Acc*>(scratch);
+  Acc* column_info = base + layout.column_info;
+  return {base + layout.keys,    base + layout.values,  base + layout.dkeys,      base + layout.dvalues,
+          base + layout.scores,  base + layout.dscores, base + layout.q_rows,     base + layout.dout_rows,
+          base + layout.qt,      base + layout.doutt,   base + layout.dqt,        base + layout.copy,
+          column_info,           column_info + kTileColumns, KeyRange(args)};
+}
+
+// Fills exchange.delta for tile `unit.range` of a sequence with several ranges.
+template <class Elem, class Acc>
+void DeltaUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange, void* scratch) {
+  const GradientOperands<Acc> on = OperandsIn<Acc>(args, scratch);
+  QueryTile<Acc> tile;
+  DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.range, on.delta + kTileColumns, &tile);
+  BackwardProducts<Elem, Acc>::Open();
+  LoadOutputGradient<Elem>(args, unit, tile, on,
+                           static_cast<Acc*>(exchange.delta) + (unit.first_state + unit.range) * kTileColumns);
+  BackwardProducts<Elem, Acc>::Close();
+}
+
+template <class Elem, class Acc>
+void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange,
+                  void* scratch) {
   const int64_t group = args.H / args.HK;
   const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
   const int64_t q_bos = args.queries.bos(unit.sequence), k_bos = args.keys.bos(unit.sequence);
@@ -246,14 +315,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   const int64_t range_end = range_begin + (keys_left < range_size ? keys_left : range_size);
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   const Acc final_scale = static_cast<Acc>(args.softmax_scale);
-  Acc* base = static_cast<Acc*>(scratch);
-  Acc* column_info = base + layout.column_info;
-  const GradientOperands<Acc> on{
-      base + layout.keys,    base + layout.values, base + layout.dkeys,        base + layout.dvalues,
-      base + layout.scores,  base + layout.dscores, base + layout.q_rows,      base + layout.dout_rows,
-      base + layout.qt,      base + layout.doutt,  base + layout.dqt,          base + layout.copy,
-      column_info,           column_info + kTileColumns, range_size};
-
+  const GradientOperands<Acc> on = OperandsIn<Acc>(args, scratch);
   const int64_t count = range_end - range_begin;
   using Products = BackwardProducts<Elem, Acc>;
   Products::Open();
@@ -268,7 +330,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   ClearTile(count, args.K, on.dkeys, key_dim);
   ClearTile(count, args.V, on.dvalues, value_dim);
 
-  const int64_t tile_count = TileCount(args, unit.sequence);
+  const int64_t tile_count = TileCount(args, unit.sequence), query_rows = args.queries.length(unit.sequence) * group;
   for (int64_t t = 0; t < tile_count; ++t) {
     QueryTile<Acc> tile;
     DescribeTile<Acc>(args, unit.sequence, unit.kv_head, t, on.delta + kTileColumns, &tile);
@@ -277,22 +339,27 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
     const bool unseen = ranges.begin == ranges.end && unit.range == 0;
     if (!unseen && (unit.range < ranges.begin || unit.range >= ranges.end)) continue;
     ClearTile(args.K, kTileColumns, on.dqt, kTileColumns);
+    const int64_t state = unit.first_state + t, elements = args.K * kTileColumns;
+    Acc* partial = unit.first_state < 0 ? nullptr : static_cast<Acc*>(exchange.partial) + state * elements;
     if (!unseen) {
-      LoadGradientTile<Elem>(args, unit, tile, scale.sign, on);
+      const Acc* delta =
+          unit.first_state < 0 ? nullptr : static_cast<const Acc*>(exchange.delta) + state * kTileColumns;
+      LoadGradientTile<Elem>(args, unit, tile, scale.sign, delta, on);
+      NextTile<Elem> next{args, unit, tile.first + kTileColumns, 0, query_rows - tile.first - kTileColumns,
+                          nullptr, args.K * static_cast<int64_t>(sizeof(Acc))};
+      if (next.rows > kTileColumns) next.rows = kTileColumns;
+      if (partial != nullptr && unit.range > 0) next.partial = reinterpret_cast<const char*>(partial + elements);
       const int64_t begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
       const int64_t end = tile.some.end < range_end ? tile.some.end : range_end;
       if (args.softcap > 0) {
-        AddTileGradients<Products, Acc, true>(args, tile, scale, on, range_begin, begin, end);
+        AddTileGradients<Products, Acc, true>(args, tile, scale, on, range_begin, begin, end, next);
       } else {
-        AddTileGradients<Products, Acc, false>(args, tile, scale, on, range_begin, begin, end);
+        AddTileGradients<Products, Acc, false>(args, tile, scale, on, range_begin, begin, end, next);
       }
     }
     bool whole = true;
-    if (unit.first_state >= 0 && !unseen) {
-      const int64_t elements = args.K * kTileColumns;
-      whole = ExchangeQueryGradient<Acc>(ranges, unit.range, elements, exchange.arrived + unit.first_state + t,
-                                         static_cast<Acc*>(exchange.partial) + (unit.first_state + t) * elements,
-                                         on.dqt);
+    if (partial != nullptr && !unseen) {
+      whole = ExchangeQueryGradient<Acc>(ranges, unit.range, elements, exchange.arrived + state, partial, on.dqt);
     }
     if (whole) {
       StoreQueryColumns<Elem>(tile, on.dqt, final_scale, q_bos, group, unit.kv_head, args.H, args.K,

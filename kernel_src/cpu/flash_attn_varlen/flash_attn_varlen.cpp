@@ -68,12 +68,16 @@ namespace {
 
 struct Kernels {
   void (*forward)(const AttentionForwardArgs&, const QueryUnit&, void* scratch);
-  void (*backward)(const AttentionBackwardArgs&, const KeyUnit&, const QueryGradientExchange&, void* scratch);
+  void (*delta)(const AttentionBackwardArgs&, const KeyUnit&, const RangeExchange&, void* scratch);
+  void (*backward)(const AttentionBackwardArgs&, const KeyUnit&, const RangeExchange&, void* scratch);
   void (*sink_gradient)(const AttentionBackwardArgs&, int64_t sequence, int64_t head, void* target);
 };
 
-#define PACKFREE_KERNELS(tier, Elem, Acc) \
-  Kernels { tier::ForwardUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>, tier::SinkGradientUnit<Elem, Acc> }
+#define PACKFREE_KERNELS(tier, Elem, Acc)                                                            \
+  Kernels {                                                                                           \
+    tier::ForwardUnit<Elem, Acc>, tier::DeltaUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>,          \
+        tier::SinkGradientUnit<Elem, Acc>                                                             \
+  }
 
 // Floats are multiplied on the matrix unit in sequences of this many keys or more; with fewer, splitting the operands
 // costs more than their products gain.
@@ -159,6 +163,17 @@ std::vector<QueryUnit> QueryUnits(const AttentionArgs& args) {
   return units;
 }
 
+// The tiles of the sequences with several ranges, as DeltaUnit takes them.
+std::vector<KeyUnit> DeltaUnits(const AttentionArgs& args, const std::vector<KeyUnit>& units) {
+  std::vector<KeyUnit> tiles;
+  for (const KeyUnit& unit : units) {
+    if (unit.range > 0 || unit.first_state < 0) continue;
+    const int64_t count = TileCount(args, unit.sequence);
+    for (int64_t t = 0; t < count; ++t) tiles.push_back({unit.sequence, unit.kv_head, t, unit.first_state});
+  }
+  return tiles;
+}
+
 // Longest sequences first; inside one, ranges in rising order with the heads side by side, so that a unit rarely waits
 // for the range before its own and never for one that has not been handed out.
 std::vector<KeyUnit> KeyUnits(const AttentionArgs& args, int64_t* states) {
@@ -234,10 +249,17 @@ void flash_attn_varlen_bwd_cpu(const AttentionBackwardArgs& args) {
   const std::vector<KeyUnit> units = KeyUnits(args, &states);
   const int64_t items = static_cast<int64_t>(units.size());
   const int64_t bytes = BackwardScratch(args).total * acc_size;
-  const Buffer scratch = NewBuffer(ParallelWorkers(items) * bytes);
+  const std::vector<KeyUnit> tiles = DeltaUnits(args, units);
+  const int64_t tile_items = static_cast<int64_t>(tiles.size());
+  const Buffer scratch = NewBuffer(ParallelWorkers(std::max(items, tile_items)) * bytes);
   const Buffer partial = NewBuffer(states * args.K * kTileColumns * acc_size);
+  const Buffer delta = NewBuffer(states * kTileColumns * acc_size);
   std::vector<int32_t> arrived(static_cast<size_t>(states), 0);
-  const QueryGradientExchange exchange{arrived.data(), partial.get()};
+  const RangeExchange exchange{arrived.data(), partial.get(), delta.get()};
+  ParallelForEach(tile_items, [&](int64_t item, int64_t worker) {
+    const KeyUnit& tile = tiles[static_cast<size_t>(item)];
+    KernelsOf(args, tile.sequence).delta(args, tile, exchange, scratch.get() + worker * bytes);
+  });
   ParallelForEach(items, [&](int64_t item, int64_t worker) {
     const KeyUnit& unit = units[static_cast<size_t>(item)];
     KernelsOf(args, unit.sequence).backward(args, unit, exchange, scratch.get() + worker * bytes);

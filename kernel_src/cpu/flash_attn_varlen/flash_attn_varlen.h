@@ -112,12 +112,14 @@ struct KeyUnit {
   int64_t first_state;   // index of the first tile's entry in the arrays below; -1: the sequence has a single range
 };
 
-// dq of a sequence with several key ranges is summed range after range, in rising order. `arrived[tile]` counts the
-// ranges that have added their part; `partial[tile]` holds the sum so far. A unit waits for the ranges before its own,
-// which were handed out earlier.
-struct QueryGradientExchange {
+// What the ranges of a sequence with several of them share, by tile. dq is summed range after range, in rising order:
+// `arrived` counts the ranges that have added their part, `partial` holds the sum so far. A unit waits for the ranges
+// before its own, which were handed out earlier. `delta` is made before the ranges are; a sequence with one range makes
+// its own.
+struct RangeExchange {
   int32_t* arrived;  // [tiles of such sequences]
   void* partial;     // [tiles of such sequences, K, kTileColumns] accumulation type
+  void* delta;       // [tiles of such sequences, kTileColumns] accumulation type
 };
 
 inline int64_t KeyRange(const AttentionArgs& args) {

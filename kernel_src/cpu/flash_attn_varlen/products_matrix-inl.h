@@ -10,22 +10,33 @@ PACKFREE_INLINE const bf16* Parts(const float* buffer, int64_t offset = 0) {
   return reinterpret_cast<const bf16*>(buffer + offset);
 }
 
-// target [columns, ld] = the transpose of source [rows, columns], 0 up to RoundUp(rows, 32). `scratch` has room for
-// 128 x 64 words.
+// Keys that lie side by side in a transposed matrix. With longer rows, a power of two apart, they would all fall into a
+// few sets of the L1 cache.
+constexpr int64_t kKeysOfRow = 64;
+
+// Element of a part of a transposed matrix where key `first`, a multiple of kKeysOfRow, begins.
+PACKFREE_INLINE int64_t TransposedAt(int64_t first, int64_t columns) { return first * RoundUp(columns, kMatrixRows); }
+
+// target = the transpose of source [rows, columns]: [columns, kKeysOfRow] for every kKeysOfRow rows, 0 behind the last
+// row up to a multiple of kMatrixDepth. `scratch` has room for 32 x 256 words.
 PACKFREE_INLINE void TransposeBlocks(int64_t rows, int64_t columns, const bf16* source, int64_t stride, bf16* target,
-                                     int64_t ld, int64_t /*part*/, float* scratch) {
-  constexpr int64_t kSide = 128;
-  static_assert(kSide / 2 * kSide <= kKeyBlock * kTileColumns);
-  for (int64_t r = 0; r < rows; r += kSide) {
+                                     int64_t /*part*/, float* scratch) {
+  constexpr int64_t kSide = 256;
+  static_assert(kKeysOfRow / 2 * kSide <= kKeyBlock * kTileColumns);
+  for (int64_t r = 0; r < rows; r += kKeysOfRow) {
     for (int64_t c = 0; c < columns; c += kSide) {
-      TransposeRows(rows - r < kSide ? rows - r : kSide, columns - c < kSide ? columns - c : kSide,
-                    source + r * stride + c, stride, target + c * ld + r, ld, reinterpret_cast<uint32_t*>(scratch));
+      TransposeRows(rows - r < kKeysOfRow ? rows - r : kKeysOfRow, columns - c < kSide ? columns - c : kSide,
+                    source + r * stride + c, stride, target + TransposedAt(r, columns) + c * kKeysOfRow, kKeysOfRow,
+                    reinterpret_cast<uint32_t*>(scratch));
     }
   }
 }
 PACKFREE_INLINE void TransposeBlocks(int64_t rows, int64_t columns, const float* source, int64_t stride, bf16* target,
-                                     int64_t ld, int64_t part, float* /*scratch*/) {
-  TransposeRows(rows, columns, source, stride, target, ld, part);
+                                     int64_t part, float* /*scratch*/) {
+  for (int64_t r = 0; r < rows; r += kKeysOfRow) {
+    TransposeRows(rows - r < kKeysOfRow ? rows - r : kKeysOfRow, columns, source + r * stride, stride,
+                  target + TransposedAt(r, columns), kKeysOfRow, part);
+  }
 }
 
 // The query rows of a tile, one behind each column; those from `columns` on are 0. Forms of them, by parts, with
@@ -116,7 +127,7 @@ struct ForwardProducts {
   // half of them, in the same columns.
   static constexpr int64_t kPairsAt = kSplit == 1 ? 0 : kKeysTogether * kTileColumns;
   static constexpr int64_t kPairsPart = kKeysTogether * kTileColumns;
-  static_assert(kBlock % kKeysTogether == 0 && kKeysTogether % kMatrixDepth == 0 && kTileColumns == kMatrixColumns);
+  static_assert(kBlock % kKeysTogether == 0 && kKeysTogether == kKeysOfRow && kTileColumns == kMatrixColumns);
 
   static PACKFREE_INLINE void Open() { OpenMatrixUnit(); }
   static PACKFREE_INLINE void Close() { CloseMatrixUnit(); }
@@ -126,10 +137,10 @@ struct ForwardProducts {
     const int64_t padded = RoundUp(dim, kMatrixDepth);
     CopyRows(rows, dim, source, stride, Parts(keys), padded, kBlock * padded);
   }
-  // values [V, kBlock], 0 behind the last key.
+  // values transposed, 0 behind the last key.
   static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const Elem* source, int64_t stride, float* values,
                                          float* scratch) {
-    TransposeBlocks(rows, dim, source, stride, Parts(values), kBlock, kBlock * RoundUp(dim, kMatrixRows), scratch);
+    TransposeBlocks(rows, dim, source, stride, Parts(values), TransposedAt(kBlock, dim), scratch);
   }
   static PACKFREE_INLINE void LoadQueries(const QueryTile<float>& tile, const HeadRows& source, int64_t bos,
                                           int64_t group, int64_t kv_head, int64_t dim, float sign, float* rows,
@@ -163,13 +174,13 @@ struct ForwardProducts {
       }
     }
     MultiplyMatrix<Into::kAdd, kSplit>(dim, depth,
-                                       {Parts(values) + first, kBlock, kBlock * RoundUp(dim, kMatrixRows)},
+                                       {Parts(values) + TransposedAt(first, dim), kKeysOfRow, TransposedAt(kBlock, dim)},
                                        pairs + 2 * column, kPairsPart, ot + column, kTileColumns, columns, work);
   }
 };
 
 // The five products of the backward. Operands, all bf16 and by parts (R = range, P = RoundUp(dim, 32)):
-//   keys    [R, P] by rows, then all parts of [dim, R] transposed      values  [R, P] by rows
+//   keys    [R, P] by rows, then all parts transposed      values  [R, P] by rows
 //   q_rows, dout_rows   by pairs of queries c and c + 16, one [32, 64, 2] for every 64 of dim
 //   qt, doutt           by pairs of the dim [P / 2, 64, 2]
 //   scores, dscores     float [64, 64], then P Z or dS, of two blocks, by rows [64, 64] with queries c and c + 16 side
@@ -180,7 +191,7 @@ template <class Elem, class Acc>
 struct BackwardProducts {
   static_assert(std::is_same_v<Acc, float>);
   static constexpr int kSplit = kParts<Elem>;
-  static constexpr int64_t kBlock = 64;
+  static constexpr int64_t kBlock = kKeysOfRow;
   static constexpr bool kWholeBlocks = true;
   static constexpr int kRegistersTogether = 2;
   static constexpr bool kOverlaps = true;
@@ -198,7 +209,7 @@ struct BackwardProducts {
                                        int64_t range_size, float* scratch) {
     const int64_t padded = RoundUp(dim, kMatrixDepth), part = range_size * padded;
     CopyRows(rows, dim, source, stride, Parts(keys), padded, part);
-    TransposeBlocks(rows, dim, source, stride, Parts(keys) + kSplit * part, range_size, part, scratch);
+    TransposeBlocks(rows, dim, source, stride, Parts(keys) + kSplit * part, part, scratch);
   }
   static PACKFREE_INLINE void LoadValues(int64_t rows, int64_t dim, const Elem* source, int64_t stride, float* values,
                                          int64_t range_size) {
@@ -267,7 +278,7 @@ struct BackwardProducts {
     for (int p = 0; p < kSplit; ++p) {
       PairSplitRows(depth, columns, Parts(dscores) + p * kScoresPart, kTileColumns, pairs + p * kScoresPart);
     }
-    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth, {Parts(keys) + kSplit * part + first, range_size, part}, pairs,
+    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth, {Parts(keys) + kSplit * part + TransposedAt(first, dim), kKeysOfRow, part}, pairs,
                                        kScoresPart, dqt, kTileColumns, columns, work);
   }
 };
