@@ -61,12 +61,12 @@ def test_matches_reference_in_16_bits(rule, dtype):
     properties.check_against_reference(rule.op_under_test(ONE_HEAD), Pack("", (3, 1)), dtype)
 
 
+@pytest.mark.parametrize("key_dim, value_dim", [(70, 35), (130, 12)], ids=str)
 @every_rule
-def test_matches_reference_over_more_than_one_tile(rule):
-    """Head dims that are not a multiple of any tile of K or V, and more than one of each."""
-    properties.check_against_reference(
-        rule.op_under_test(Case("", value_heads=1, key_dim=70, value_dim=35)), Pack("", (6,)), torch.float32
-    )
+def test_matches_reference_over_more_than_one_tile(rule, key_dim, value_dim):
+    """Head dims that are not a multiple of any tile of K or V, and more than one of each; also beyond K = 128."""
+    case = Case("", value_heads=1, key_dim=key_dim, value_dim=value_dim)
+    properties.check_against_reference(rule.op_under_test(case), Pack("", (6,)), torch.float32)
 
 
 @pytest.mark.parametrize("rule, case", EVERY_CASE)

@@ -41,7 +41,7 @@ def test_check_notices_what_is_wrong(copy):
     """A launch that is not in the table, one that nothing makes, one that spills and one that does not fit."""
     table = json.loads(TABLE.read_text())
     table["rows"][0]["launch"] = "another"
-    next(row for row in table["rows"][1:] if "K=256" not in row["call"])["spilled"] = 8
+    table["rows"][1]["spilled"] = 8
     table["rows"][2]["shared"] = 2**20
     (copy / "benchmarks" / "results" / TABLE.name).write_text(json.dumps(table))
     done = check(copy)

@@ -28,14 +28,12 @@ class Call:
         sizes: what the call is known by.
         dtype: of the tokens.
         arguments: makes the forward op's arguments, by the names of its schema.
-        of_models: whether models have these sizes. At the largest that are served a few registers may spill.
     """
 
     op: str
     sizes: str
     dtype: torch.dtype
     arguments: Callable[[], dict[str, Any]]
-    of_models: bool = True
 
     def __str__(self) -> str:
         return f"{self.op.removesuffix('_fwd')} {self.sizes} {str(self.dtype).removeprefix('torch.')}"
@@ -50,17 +48,20 @@ def _offsets() -> Tensor:
 
 
 def _attention(
-    heads: int, key_heads: int, dim: int, dtype: torch.dtype, sinks: bool, window: int, softcap: float
-) -> Call:
+    heads: int, key_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0, sinks: bool = False,
+    window: int = -1, softcap: float = 0.0,
+) -> Call:  # fmt: skip
+    value_dim = value_dim or dim
+
     def arguments() -> dict[str, Any]:
-        key = _new(TOKENS, key_heads, dim, dtype=dtype)
         return dict(
-            q=_new(TOKENS, heads, dim, dtype=dtype), k=key, v=key, cu_seqlens_q=_offsets(), cu_seqlens_k=_offsets(),
+            q=_new(TOKENS, heads, dim, dtype=dtype), k=_new(TOKENS, key_heads, dim, dtype=dtype),
+            v=_new(TOKENS, key_heads, value_dim, dtype=dtype), cu_seqlens_q=_offsets(), cu_seqlens_k=_offsets(),
             s_aux=_new(heads) if sinks else None, seed=_new(1, dtype=torch.int64), dropout_p=0.0, softmax_scale=0.1,
             window_left=window, window_right=0, softcap=softcap,
         )  # fmt: skip
 
-    sizes = f"D={dim}" + " sinks" * sinks + " window" * (window >= 0) + " softcap" * (softcap > 0)
+    sizes = f"D={dim}" + f" V={value_dim}" * (value_dim != dim) + " sinks" * sinks + " window" * (window >= 0) + " softcap" * (softcap > 0)
     return Call("flash_attn_varlen_fwd", sizes, dtype, arguments)
 
 
@@ -79,7 +80,7 @@ def _delta_rule(op: str, heads: int, value_heads: int, dim: int, dtype: torch.dt
             want_state=True,
         )  # fmt: skip
 
-    return Call(op, f"K={dim} V={value_dim}", dtype, arguments, of_models=dim <= 128)
+    return Call(op, f"K={dim} V={value_dim}", dtype, arguments)
 
 
 def _mamba2(heads: int, groups: int, dim: int, state: int, dtype: torch.dtype, everything: bool = False) -> Call:
@@ -97,13 +98,15 @@ def _mamba2(heads: int, groups: int, dim: int, state: int, dtype: torch.dtype, e
 
 
 def all_calls() -> list[Call]:
-    """Every op that Triton serves, at the sizes of models that use it."""
-    calls = [_attention(32, 8, 128, dtype, False, -1, 0.0) for dtype in ALL]
-    calls += [_attention(64, 8, 64, torch.bfloat16, True, 128, 0.0)]
-    calls += [_attention(8, 4, 256, torch.bfloat16, False, 4096, 50.0)]
+    """Every op that Triton serves, at the sizes of models that use it, and at the largest that it takes."""
+    calls = [_attention(32, 8, 128, dtype) for dtype in ALL]
+    calls += [_attention(64, 8, 64, torch.bfloat16, sinks=True, window=128)]
+    calls += [_attention(16, 16, 192, torch.bfloat16, value_dim=128)]
+    calls += [_attention(8, 4, 256, dtype, window=4096, softcap=50.0) for dtype in ALL]
     for op in ("gated_delta_rule_fwd", "kda_fwd"):
-        calls += [_delta_rule(op, 16, 32, 128, dtype) for dtype in (torch.bfloat16, torch.float32)]
-        calls += [_delta_rule(op, 16, 16, 64, torch.float16), _delta_rule(op, 16, 16, 256, torch.bfloat16)]
+        calls += [_delta_rule(op, 16, 32, 128, dtype) for dtype in ALL]
+        calls += [_delta_rule(op, 16, 16, 64, torch.float16)]
+        calls += [_delta_rule(op, 16, 16, 256, dtype) for dtype in ALL]
     calls += [_delta_rule(f"{op}_recurrent_fwd", 16, 32, 128, torch.bfloat16) for op in ("gated_delta_rule", "kda")]
     calls += [_mamba2(80, 1, 64, 128, dtype) for dtype in ALL]
     calls += [_mamba2(32, 2, 128, 256, torch.bfloat16, everything=True)]

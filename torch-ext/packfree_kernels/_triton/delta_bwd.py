@@ -259,7 +259,7 @@ def backward(
     d_beta, d_v = torch.zeros_like(beta), v.new_zeros(v.shape)
     launch(
         _pair_gradients, programs, d_o, d_right, corrections, beta, *blocks, d_read, d_mix, d_beta, d_v, **square,
-        **columns, num_warps=4,
+        **columns, num_warps=sizes.chunk // 8,
     )  # fmt: skip
     shape = (*beta.shape, sizes.key_dim)
     d_q_start, d_k_start, d_k_end = (beta.new_empty(shape) for _ in range(3))

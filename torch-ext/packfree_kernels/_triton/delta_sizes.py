@@ -13,7 +13,6 @@ from .work import Blocks, cut_into_blocks, longest_first
 
 # Tokens of a chunk; the note in delta.py tells why not more.
 CHUNK = 32
-WALK_COLUMNS = 16  # of a state, which one program walks with
 
 
 def precision(tensor: Tensor) -> str:
@@ -87,24 +86,31 @@ class Sizes:
         return to.backend == "cuda" and to.arch < 90
 
     @property
-    def walk_constants(self) -> Dict[str, Any]:
-        """The same for kernels that hold a state in registers: few of its columns, which others hold beside them."""
-        rows = 64 if self.is_tight and self.key_dim > 128 else 128
+    def walk_columns(self) -> int:
+        """Columns of a state that one program walks with: half as many of long ones, which fill the registers."""
+        return 8 if self.key_dim > 128 else 16
+
+    def _walk_constants(self, rows: int) -> Dict[str, Any]:
+        """The same for kernels that hold a state in registers, in tiles of ``rows``."""
         return dict(
-            self.constants, BK=min(rows, padded(self.key_dim)), BV=WALK_COLUMNS, num_warps=8, num_stages=1
+            self.constants, BK=min(rows, padded(self.key_dim)), BV=self.walk_columns, num_warps=8, num_stages=1
         )  # fmt: skip
 
     @property
+    def walk_constants(self) -> Dict[str, Any]:
+        return self._walk_constants(32 if self.key_dim > 128 else 128)
+
+    @property
     def walk_back_constants(self) -> Dict[str, Any]:
-        """The same with smaller tiles where the larger ones do not fit the registers: two kinds of rows go by."""
-        rows = 128
-        if self.is_tight:
-            rows = 64 if self.key_dim > 128 else 32
-        return dict(self.walk_constants, BK=min(rows, padded(self.key_dim)))
+        """Two kinds of rows go by: smaller tiles where their products take operands from registers, before Hopper."""
+        to = target(self.order)
+        if to.backend == "cuda" and to.arch < 90:
+            return self._walk_constants(32)
+        return self._walk_constants(64 if self.key_dim > 128 else 128)
 
     def walk_programs(self, tensor: Tensor) -> int:
         """As many as run at the same time: one that had to wait for another would hold back long sequences."""
-        return programs(tensor, self.order.shape[0] * self.value_heads * triton.cdiv(self.value_dim, WALK_COLUMNS))
+        return programs(tensor, self.order.shape[0] * self.value_heads * triton.cdiv(self.value_dim, self.walk_columns))
 
     def chunk_programs(self, tensor: Tensor, heads: int, columns: int = 1) -> int:
         return programs(tensor, self.blocks.most * heads * columns, 2)

@@ -29,18 +29,27 @@ from .._triton.launch import Target, dot_precision, launch, padded, programs, ta
 from .._triton.work import cut_into_blocks
 
 
+# For kernels of 8 warps that ptxas would rather spill than give a thread more than 128 registers, so that two blocks of
+# them fit.
+ALL_REGISTERS = dict(maxnreg=255)
+
+
 def query_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str, int]:
     """The tile of the kernel for dq; see ``forward_tile``."""
     wide = dims > 128
     if not is_roomy(on):
         return tile(16 if bytes_each == 4 else 32, 16 if bytes_each == 4 else 32, 4, 1)
     if bytes_each == 4:
-        return tile(32, 16 if wide or on.arch >= 100 and dims > 64 else 32, 8, 2)
+        if wide:
+            return dict(tile(32, 16, 8, 2), **(ALL_REGISTERS if on.arch < 90 else {}))
+        return tile(32, 16 if on.arch >= 100 and dims > 64 else 32, 8, 2)
     if dropout:
         return tile(32, 32, 4 if wide and on.arch >= 100 else 8, 2)
     if on.arch < 90:
         return tile(64, 32 if wide else 64, 8, 2)
-    return tile(32, 64, 8, 2) if wide else tile(128 if dims <= 64 or on.arch < 100 else 64, 64, 8, 2)
+    if wide:
+        return dict(tile(32, 64, 8, 2), **ALL_REGISTERS)
+    return tile(128 if dims <= 64 or on.arch < 100 else 64, 64, 8, 2)
 
 
 def key_tile(on: Target, dims: int, bytes_each: int, dropout: bool) -> Dict[str, int]:

@@ -90,7 +90,7 @@ def prepare(
         _pairs, sizes.chunk_programs(q, sizes.key_heads), q, k, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         g, beta, cu_seqlens, sizes.blocks.items, sizes.blocks.count, q_start, k_start, k_end, over, read, mix,
         q_factor, k_factor, float(scale), **sizes.constants, H=sizes.key_heads, L2NORM=l2norm,
-        num_warps=8, num_stages=1,
+        num_warps=sizes.chunk // 4, num_stages=1,
     )  # fmt: skip
     solve, solve_back = solve_systems(sizes, mix, beta, cu_seqlens, for_backward)
     group = sizes.value_heads // sizes.key_heads
