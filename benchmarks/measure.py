@@ -15,11 +15,17 @@ from pathlib import Path
 
 import torch
 from cases import TOLERANCE, Case
+from quiet import Machine
 from torch import Tensor
 
 MIN_ROUNDS = 7
 MAX_ROUNDS = 41
 SECONDS_PER_MEASUREMENT = 1.0
+# Each function's turn: as many calls as fit, with at least so many turns; the machine is looked at between turns.
+SECONDS_PER_TURN = 0.1
+TURNS = 4
+# For all functions of one row together, to wait for a machine that is undisturbed.
+PATIENCE_SECONDS = 25.0
 PEAK_SOURCE = Path(__file__).with_name("peak.cpp")
 
 
@@ -97,8 +103,24 @@ def _runner(function: Callable[..., object], case: Case, direction: str) -> Call
     return both
 
 
-def time_case(case: Case, direction: str) -> dict[str, Timing]:
-    """Time ours and its peers in turns, so that a slow spell of the machine falls on all of them."""
+def _seconds(run: Callable[[], None], calls: int) -> list[float]:
+    """Seconds of each of ``calls`` calls in a row; of several, one more goes first, to find what it needs in caches."""
+    if calls > 1:
+        run()
+    seconds = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def time_case(case: Case, direction: str, machine: Machine) -> tuple[dict[str, Timing], bool]:
+    """Time ours and its peers in turns, so that a slow spell of the machine falls on all of them.
+
+    Returns:
+        The timings, and whether the machine was undisturbed in all of them.
+    """
     functions = {"ours": case.ours, "alone": case.alone, "stock_pack": case.stock_pack}
     runners = {name: _runner(function, case, direction) for name, function in functions.items() if function is not None}
     seconds: dict[str, list[float]] = {name: [] for name in runners}
@@ -107,20 +129,24 @@ def time_case(case: Case, direction: str) -> dict[str, Timing]:
         run()
     once = time.perf_counter() - started
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(SECONDS_PER_MEASUREMENT / once)))
+    turn = max(1, min(rounds // TURNS, int(SECONDS_PER_TURN / once)))
+    deadline = time.perf_counter() + PATIENCE_SECONDS
+    quiet = True
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
+        for _ in range(0, rounds, turn):
             for name, run in runners.items():
-                started = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - started)
+                taken, undisturbed = machine.undisturbed(lambda run=run: _seconds(run, turn), deadline)
+                seconds[name] += taken
+                quiet = quiet and undisturbed
     finally:
         gc.enable()
-    return {
+    timings = {
         name: Timing(*(1e3 * value for value in (statistics.median(times), min(times), max(times))))
         for name, times in seconds.items()
     }
+    return timings, quiet
 
 
 def machine_limits() -> dict[str, float]:

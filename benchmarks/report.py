@@ -21,7 +21,8 @@ def line(row: Row) -> str:
     """One measurement in at most 100 columns: medians, with the range of the rounds in brackets."""
     label = f"  {row['dtype']:<5}{row['shape']:<24}{row['distribution']:<11}{NARROW[row['direction']]:<8}"
     ours, alone = _span(row["ours_ms"], row["ours_range_ms"]), _span(row["alone_ms"], row["alone_range_ms"])
-    return f"{label}{ours:<18}{alone:<18}{_pack(row):>4}{row['ratio']:>5.1f}x{100 * row['peak_share']:>3.0f}%"
+    mark = "" if row["undisturbed"] else "~"
+    return f"{label}{ours:<18}{alone:<18}{_pack(row):>4}{row['ratio']:>5.1f}x{100 * row['peak_share']:>3.0f}%{mark}"
 
 
 def _number(value: float) -> str:

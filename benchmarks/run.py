@@ -24,14 +24,16 @@ import torch
 from cases import OPS, Case, plan
 from kernels import get_local_kernel
 from measure import WrongResult, check, cpu_name, machine_limits, time_case
+from quiet import Machine
 from report import Row, heading, line, worst_ratios, write_json, write_plot
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
+ACQUAINTANCE_SECONDS = 5.0
 
 
-def measure(case: Case, machine: str, limits: dict[str, float]) -> list[Row]:
+def measure(case: Case, name: str, machine: Machine, limits: dict[str, float]) -> list[Row]:
     """One row a direction, after the check that the result is right.
 
     Raises:
@@ -40,7 +42,7 @@ def measure(case: Case, machine: str, limits: dict[str, float]) -> list[Row]:
     error = check(case)
     rows = []
     for direction in case.directions:
-        timings = time_case(case, direction)
+        timings, quiet = time_case(case, direction, machine)
         ours, alone, pack = timings["ours"], timings["alone"], timings.get("stock_pack")
         work = case.forward_work if direction == "forward" else case.both_work
         rows.append(
@@ -59,7 +61,8 @@ def measure(case: Case, machine: str, limits: dict[str, float]) -> list[Row]:
                 "max_error": float(f"{error:.2e}"),
                 "ours_range_ms": [round(ours.least, 4), round(ours.most, 4)],
                 "alone_range_ms": [round(alone.least, 4), round(alone.most, 4)],
-                "machine": machine,
+                "undisturbed": quiet,
+                "machine": name,
             }
         )
     return rows
@@ -82,14 +85,17 @@ def main() -> int:
     except FileNotFoundError:
         print("bench: no CPU variant in build/: run `make build` first", file=sys.stderr)
         return 1
-    machine = f"{cpu_name()}, {torch.get_num_threads()} threads, tier {kernel.cpu_tier()}, torch {torch.__version__}"
+    name = f"{cpu_name()}, {torch.get_num_threads()} threads, tier {kernel.cpu_tier()}, torch {torch.__version__}"
     limits = machine_limits()
-    print(machine)
+    machine = Machine()
+    machine.get_acquainted(ACQUAINTANCE_SECONDS)
+    print(name)
     print(
         f"limits measured now: fp32 {limits['fp32'] / 1e9:.0f} GFLOP/s, bf16 {limits['bf16'] / 1e9:.0f} GFLOP/s, "
         f"copy {limits['copy'] / 1e9:.0f} GB/s"
     )
-    print("ratio: alone / ours, medians; last column: share of the limit that bounds the op\n")
+    print("ratio: alone / ours, medians; lim: share of the limit that bounds the op")
+    print("~: something else slowed the machine down meanwhile\n")
 
     rows: list[Row] = []
     wrong: list[str] = []
@@ -102,7 +108,7 @@ def main() -> int:
             bar.write(f"{op}\n{heading()}", file=sys.stdout)
         torch.manual_seed(SEED)
         try:
-            measured = measure(make(kernel), machine, limits)
+            measured = measure(make(kernel), name, machine, limits)
         except WrongResult as error:
             wrong.append(str(error))
             bar.write(f"  WRONG {error}", file=sys.stdout)
@@ -118,7 +124,7 @@ def main() -> int:
         print("\n".join(worst_ratios(rows)))
     if out is not None and not wrong:
         write_json(rows, out / "cpu.json")
-        write_plot(rows, machine, out / "cpu.png")
+        write_plot(rows, name, out / "cpu.png")
         print(f"\nwritten: {out / 'cpu.json'}, {out / 'cpu.png'}")
     for text in wrong:
         print(f"bench: {text}", file=sys.stderr)

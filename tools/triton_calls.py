@@ -61,7 +61,8 @@ def _attention(
             window_left=window, window_right=0, softcap=softcap,
         )  # fmt: skip
 
-    sizes = f"D={dim}" + f" V={value_dim}" * (value_dim != dim) + " sinks" * sinks + " window" * (window >= 0) + " softcap" * (softcap > 0)
+    sizes = f"D={dim}" + f" V={value_dim}" * (value_dim != dim)
+    sizes += " sinks" * sinks + " window" * (window >= 0) + " softcap" * (softcap > 0)
     return Call("flash_attn_varlen_fwd", sizes, dtype, arguments)
 
 

@@ -28,7 +28,6 @@ from .._triton.attention import (
 from .._triton.launch import Target, dot_precision, launch, padded, programs, target
 from .._triton.work import cut_into_blocks
 
-
 # For kernels of 8 warps that ptxas would rather spill than give a thread more than 128 registers, so that two blocks of
 # them fit.
 ALL_REGISTERS = dict(maxnreg=255)
