@@ -253,7 +253,8 @@ PACKFREE_INLINE void AddBlock(const AttentionArgs& args, const GradientOperands<
 // The tile's part of the gradients by the keys [begin, end) of a range that starts at range_begin.
 template <class Products, class Acc, bool kSoftcap, class Next>
 void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale,
-                      const GradientOperands<Acc>& on, int64_t range_begin, int64_t begin, int64_t end, Next& next_tile) {
+                      const GradientOperands<Acc>& on, int64_t range_begin, int64_t begin, int64_t end,
+                      Next& next_tile) {
   constexpr int64_t kBlock = Products::kBlock;
   int64_t block = begin / kBlock * kBlock;
   int64_t from = Products::kWholeBlocks ? block : begin;

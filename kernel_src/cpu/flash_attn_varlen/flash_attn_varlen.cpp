@@ -73,10 +73,10 @@ struct Kernels {
   void (*sink_gradient)(const AttentionBackwardArgs&, int64_t sequence, int64_t head, void* target);
 };
 
-#define PACKFREE_KERNELS(tier, Elem, Acc)                                                            \
-  Kernels {                                                                                           \
-    tier::ForwardUnit<Elem, Acc>, tier::DeltaUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>,          \
-        tier::SinkGradientUnit<Elem, Acc>                                                             \
+#define PACKFREE_KERNELS(tier, Elem, Acc)                                                    \
+  Kernels {                                                                                  \
+    tier::ForwardUnit<Elem, Acc>, tier::DeltaUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>, \
+        tier::SinkGradientUnit<Elem, Acc>                                                    \
   }
 
 // Floats are multiplied on the matrix unit in sequences of this many keys or more; with fewer, splitting the operands

@@ -173,9 +173,9 @@ struct ForwardProducts {
         __builtin_memset(pairs + p * kPairsPart + r * kTileColumns + 2 * column, 0, columns * 4);
       }
     }
-    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth,
-                                       {Parts(values) + TransposedAt(first, dim), kKeysOfRow, TransposedAt(kBlock, dim)},
-                                       pairs + 2 * column, kPairsPart, ot + column, kTileColumns, columns, work);
+    const MatrixOperand left{Parts(values) + TransposedAt(first, dim), kKeysOfRow, TransposedAt(kBlock, dim)};
+    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth, left, pairs + 2 * column, kPairsPart, ot + column, kTileColumns,
+                                       columns, work);
   }
 };
 
@@ -278,7 +278,7 @@ struct BackwardProducts {
     for (int p = 0; p < kSplit; ++p) {
       PairSplitRows(depth, columns, Parts(dscores) + p * kScoresPart, kTileColumns, pairs + p * kScoresPart);
     }
-    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth, {Parts(keys) + kSplit * part + TransposedAt(first, dim), kKeysOfRow, part}, pairs,
-                                       kScoresPart, dqt, kTileColumns, columns, work);
+    const MatrixOperand left{Parts(keys) + kSplit * part + TransposedAt(first, dim), kKeysOfRow, part};
+    MultiplyMatrix<Into::kAdd, kSplit>(dim, depth, left, pairs, kScoresPart, dqt, kTileColumns, columns, work);
   }
 };
