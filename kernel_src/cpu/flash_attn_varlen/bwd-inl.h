@@ -160,14 +160,6 @@ struct GradientOperands {
   int64_t range_size;
 };
 
-// Where lse and dlse of a tile's column lie.
-template <class Acc>
-PACKFREE_INLINE int64_t LseIndex(const AttentionArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                                 int64_t column) {
-  const int64_t group = args.H / args.HK, m = tile.first + column;
-  return (unit.kv_head * group + m % group) * args.queries.tokens + args.queries.bos(unit.sequence) + m / group;
-}
-
 // dout by rows and transposed, and with it delta if it is wanted.
 template <class Elem, class Acc>
 inline void LoadOutputGradient(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
@@ -179,7 +171,7 @@ inline void LoadOutputGradient(const AttentionBackwardArgs& args, const KeyUnit&
   Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, on.doutt, on.copy, on.scores, delta);
   if (args.dlse == nullptr) return;
   for (int64_t c = 0; c < tile.columns; ++c) {
-    delta[c] -= static_cast<const Acc*>(args.dlse)[LseIndex(args, unit, tile, c)];
+    delta[c] -= static_cast<const Acc*>(args.dlse)[LseIndex(args, bos, unit.kv_head, tile, c)];
   }
 }
 
@@ -196,8 +188,9 @@ inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& u
                                            on.qt);
   for (int64_t c = 0; c < kTileColumns; ++c) {
     // Columns past the tile's end get probability 0.
-    on.lse[c] = c < tile.columns ? static_cast<const Acc*>(args.lse)[LseIndex(args, unit, tile, c)] * kLog2e
-                                 : static_cast<Acc>(__builtin_inf());
+    on.lse[c] = c < tile.columns
+                    ? static_cast<const Acc*>(args.lse)[LseIndex(args, bos, unit.kv_head, tile, c)] * kLog2e
+                    : static_cast<Acc>(__builtin_inf());
   }
 }
 

@@ -109,6 +109,14 @@ PACKFREE_INLINE Vec<Acc> SelectVisible(const QueryTile<Acc>& tile, int64_t colum
   return Select((j >= begin) & (j < end), v, otherwise);
 }
 
+// Where lse and dlse of a tile's column lie; `bos` is the sequence's first token.
+template <class Acc>
+PACKFREE_INLINE int64_t LseIndex(const AttentionArgs& args, int64_t bos, int64_t kv_head, const QueryTile<Acc>& tile,
+                                 int64_t column) {
+  const int64_t group = args.H / args.HK, m = tile.first + column;
+  return (kv_head * group + m % group) * args.queries.tokens + bos + m / group;
+}
+
 // First element of the row of `rows` that column 0 + c of a tile stands for; `bos` is the sequence's first token.
 template <class Elem>
 PACKFREE_INLINE const Elem* TileRow(const HeadRows& rows, int64_t bos, int64_t group, int64_t kv_head, int64_t m) {

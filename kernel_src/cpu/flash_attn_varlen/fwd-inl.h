@@ -262,9 +262,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
                             rows);
     if (args.lse == nullptr) continue;
     for (int64_t c = 0; c < tile.columns; ++c) {
-      const int64_t m = tile.first + c;
-      const int64_t head = unit.kv_head * group + m % group;
-      static_cast<Acc*>(args.lse)[head * args.queries.tokens + q_bos + m / group] = sum[c];
+      static_cast<Acc*>(args.lse)[LseIndex(args, q_bos, unit.kv_head, tile, c)] = sum[c];
     }
   }
 }
