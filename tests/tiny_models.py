@@ -282,9 +282,9 @@ ENCODERS = ("xlm-roberta", "modernbert")
 
 
 def config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """The tiny configuration of ``model_type`` with ``changes``."""
+    """The tiny configuration of ``model_type`` with ``changes``; ``changes`` alone for a type without one."""
     known = {**MODELS, **REFUSED, **EAGER_ONLY}
-    return CONFIG_MAPPING[model_type](**{**known[model_type], **changes})
+    return CONFIG_MAPPING[model_type](**{**known.get(model_type, {}), **changes})
 
 
 def redraw(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
@@ -369,7 +369,7 @@ def alone(lengths=LENGTHS):
     return [dict(input_ids=torch.tensor([sample["input_ids"]])) for sample in samples(lengths)]
 
 
-def check_packed_equals_alone(model_type, reference, attention=NAME):
+def check_packed_equals_alone(model_type, reference, attention=NAME, lengths=LENGTHS, **changes):
     """One row of the matrix of models: raises AssertionError where a packed run differs from ``reference``.
 
     Training without checkpointing, with non-reentrant and with reentrant checkpointing, then evaluation; each of them
@@ -378,19 +378,19 @@ def check_packed_equals_alone(model_type, reference, attention=NAME):
     """
     logits, gradients = reference
     with allow_all_hub_kernels():
-        model = build(model_type, attention).train()
+        model = build(model_type, attention, **changes).train()
     for use_reentrant in (None, False, True):
         if use_reentrant is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
             assert model.is_gradient_checkpointing
         for setting in SETTINGS:
-            packed_logits, packed_gradients = run(model, [pack(model_type, setting)])
+            packed_logits, packed_gradients = run(model, [pack(model_type, setting, lengths)])
             assert_logits_equal(packed_logits, logits)
             assert_gradients_equal(packed_gradients, gradients)
     model.eval()
     for setting in SETTINGS:
         with torch.no_grad():
-            assert_logits_equal(model(**pack(model_type, setting)).logits[0], logits)
+            assert_logits_equal(model(**pack(model_type, setting, lengths)).logits[0], logits)
     return model
 
 

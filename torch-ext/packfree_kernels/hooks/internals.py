@@ -10,15 +10,18 @@ through its version check. What is relied on:
 - ``modeling_flash_attention_utils`` keeps the name and the functions of the last attention kernel in module globals;
 - ``PreTrainedModel._set_gradient_checkpointing(enable, gradient_checkpointing_func, ...)`` hands the function out;
 - experts in another dtype than bfloat16 are computed, compiled, by the operator ``transformers::grouped_mm_fallback``;
-- attention gets its boundaries as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
+- attention gets its boundaries as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``;
+- the forward of a rotary class is wrapped by ``dynamic_rope_update``, whose wrapper's closure holds ``rope_forward``,
+  the forward itself, which multiplies positions by the module's ``inv_freq`` and reads no other length.
 """
 
 import inspect
 import sys
 from types import ModuleType
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
+from torch import Tensor
 
 CHECKED_TRANSFORMERS = ("5.22.2", "5.24.0")
 
@@ -164,3 +167,82 @@ def is_packfree_function(function: Any) -> bool:
     """Whether ``function`` comes from any build of this package; another build's package has another name."""
     root = sys.modules.get((getattr(function, "__module__", "") or "").partition(".")[0])
     return hasattr(root, "hooks_status") and hasattr(root, "flash_attn_varlen_func")
+
+
+# ---- rotary embeddings ----
+
+
+class Rope(NamedTuple):
+    """Rotary tables that depend on a length.
+
+    Attributes:
+        kind: ``"longrope"``, ``"dynamic"``, ``"mscale"`` (Phi-MoE, whose tables are scaled by a length) or a name that
+            is not known here.
+        parameters: the config's ``rope_parameters``.
+        prefix: what the module's attributes begin with where layers of several types share it, or an empty string.
+        original_length: up to this length the original frequencies hold.
+        original_frequencies: float ``[K / 2]``.
+    """
+
+    kind: str
+    parameters: Dict[str, Any]
+    prefix: str
+    original_length: int
+    original_frequencies: Tensor
+
+
+LENGTH_ROPES = ("longrope", "dynamic", "mscale")
+
+
+def rotary_classes() -> Iterator[type]:
+    """Every loaded rotary class with a decorated forward of its own, which is not hooked yet."""
+    for module in modeling_modules():
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and undecorated_rotary_forward(vars(value).get("forward")) is not None:
+                yield value
+
+
+def undecorated_rotary_forward(function: Any) -> Optional[Callable]:
+    """What ``dynamic_rope_update`` has wrapped, or None if ``function`` is no such forward, or ours."""
+    while inspect.isfunction(function) and not hasattr(function, "packfree_rotary"):
+        code = function.__code__
+        if "rope_forward" in code.co_freevars:
+            return function.__closure__[code.co_freevars.index("rope_forward")].cell_contents
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def rope_of(module: Any, layer_type: Optional[str]) -> Optional[Rope]:
+    """The tables of a rotary ``module`` for layers of ``layer_type`` if they depend on a length, else None."""
+    kind, parameters, prefix = module.rope_type, module.config.rope_parameters, ""
+    if layer_type is not None:
+        kind, parameters, prefix = kind[layer_type], parameters[layer_type], f"{layer_type}_"
+    if type(module).__name__ == "PhimoeRotaryEmbedding":
+        # It overrides what dynamic_rope_update chooses: the frequencies stay, a scale depends on the length.
+        kind = "default" if kind == "default" else "mscale"
+    elif "dynamic" not in kind and kind != "longrope":
+        kind = "default"
+    if kind == "default":
+        return None
+    by_config = "dynamic" not in kind
+    length = parameters["original_max_position_embeddings"] if by_config else module.original_max_seq_len
+    return Rope(kind, parameters, prefix, length, getattr(module, f"{prefix}original_inv_freq"))
+
+
+def long_frequencies(
+    module: Any, prefix: str, layer_type: Optional[str], original_length: int, device: torch.device
+) -> Tensor:
+    """LongRoPE's frequencies ``[K / 2]`` beyond the original length, kept where transformers itself keeps them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    name = f"{prefix}long_inv_freq"
+    found = getattr(module, name, None)
+    if found is None:
+        of_layer = {} if layer_type is None else {"layer_type": layer_type}
+        initialise = ROPE_INIT_FUNCTIONS["longrope"]
+        found, _ = initialise(module.config, device, seq_len=original_length + 1, **of_layer)
+    if getattr(module, name, None) is None or found.device != device:
+        # Moving it waits for a GPU, so that is done once.
+        found = found.to(device)
+        setattr(module, name, found)
+    return found

@@ -37,7 +37,7 @@ _forgotten = [0]
 _compiled = [False]
 
 
-def _constant_in_a_trace(function: Callable) -> Callable:
+def constant_in_a_trace(function: Callable) -> Callable:
     """What ``torch.compiler.assume_constant_result`` does; that imports torch._dynamo, which makes a folder on disk."""
     function._dynamo_marked_constant = True
     return function
@@ -59,7 +59,7 @@ def note_forward(first: int, boundaries: Optional[Boundaries]) -> None:
     _forwards.append(_Forward(first, end, boundaries))
 
 
-@_constant_in_a_trace
+@constant_in_a_trace
 def note_compiled_forward() -> None:
     """Remember that packed forwards are compiled; runs while one is traced."""
     _compiled[0] = True
@@ -70,7 +70,7 @@ def forget() -> None:
     _forgotten[0], _compiled[0] = 0, False
 
 
-@_constant_in_a_trace
+@constant_in_a_trace
 def recomputing() -> bool:
     """Whether this call runs inside a backward pass: -1 is what autograd reports outside of one."""
     return torch._C._current_graph_task_id() >= 0
