@@ -111,5 +111,6 @@ LAYERS = [
     Layer(),
     Layer(norm=True, initial=False),
     Layer(norm=None, projection=False, groups=1),
+    Layer(norm=None, beside=2),
     Layer(beside=3),
 ]
