@@ -6,20 +6,20 @@
 # make sanitize  fuzz kernels and bindings under guard pages and sanitizers; SANITIZE="--inputs 5000" for longer
 # make variants  every variant that this platform can build
 # make variants-check  every CUDA variant in a CUDA build of torch without a GPU (downloads several GB)
-# Each sets up what it needs in .venv on first use.
+# make fresh   demo and tests in fresh clones and environments, and on other CPUs, compilers and kinds of torch
+# Each needs python3 (3.11 or newer, with venv and headers) and g++ (11 or newer), says what is missing, and sets up
+# .venv on first use (tools/environment.py): 0.6 GB to download, or 3 GB where only PyPI's CUDA build of torch is found.
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-READY := .venv/.ready-$(shell cat requirements.txt | sha256sum | cut -c1-12)
+READY := .venv/.ready-$(shell cat requirements.txt tools/environment.py | sha256sum | cut -c1-12)
 
-.PHONY: build demo test bench check variants variants-check sanitize clean
+.PHONY: build demo test bench check variants variants-check sanitize fresh clean
 .DELETE_ON_ERROR:
 
-$(READY): requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "needs Python 3.11 or newer, as PYTHON=...")'
-	@echo "setup: making .venv and installing requirements.txt (a few minutes the first time)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements.txt
+$(READY): requirements.txt tools/environment.py
+	@command -v $(PYTHON) > /dev/null || { echo "make: needs Python 3.11 or newer: apt-get install python3, or PYTHON=..."; exit 1; }
+	@$(PYTHON) tools/environment.py
 	@rm -f .venv/.ready-* && touch $@
 
 build: $(READY)
@@ -47,6 +47,9 @@ variants-check: variants
 
 sanitize: build
 	@$(BIN)/python tools/sanitize.py $(SANITIZE)
+
+fresh:
+	@$(PYTHON) tools/fresh.py $(FRESH)
 
 clean:
 	rm -rf build

@@ -119,35 +119,32 @@ def run(arguments: argparse.Namespace, folder: Path, hub: LoopbackHub, users_hub
     from publish import PublishError
 
     try:
-        repo_id, variant = publish_build(hub)
+        repo_id = publish_build(hub)
         samples, model_folder = prepare(arguments, folder, users_hub)
     except (DataError, PublishError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    return compare(arguments, repo_id, variant, model_folder, folder, samples)
+    return compare(arguments, repo_id, model_folder, folder, samples)
 
 
-def publish_build(hub: LoopbackHub) -> tuple[str, str]:
-    """Publish ``build/`` to the Hub of this process; returns the repository and the variant that a CPU loads."""
+def publish_build(hub: LoopbackHub) -> str:
+    """Publish ``build/`` to the Hub of this process; returns the repository."""
     from huggingface_hub import HfApi
-    from publish import Project, PublishError, apply_plan, make_plan
+    from publish import Project, apply_plan, make_plan
 
     project = Project.read(ROOT)
     api = HfApi(endpoint=hub.endpoint, token="loopback")
-    plan = make_plan(api, project, ROOT / "build")
+    plan = make_plan(api, project, ROOT / "build", local_too=True)
     apply_plan(api, plan)
     variants = sorted(
         {change.path.split("/")[1] for change in plan.version_changes if change.path.startswith("build/")}
     )
-    cpu = [name for name in variants if "-cpu" in name]
-    if not cpu:
-        raise PublishError("build/ holds no CPU variant: run `make build` first")
     size = sum(change.size for change in plan.version_changes) / 1e6
     say("Hub", f"{hub.endpoint} (inside this process)")
     say("", f"published {project.repo_id}, branch {project.branch}, {size:.1f} MB:")
     for name in variants:
         say("", f"  {name}")
-    return project.repo_id, cpu[0]
+    return project.repo_id
 
 
 def prepare(arguments: argparse.Namespace, folder: Path, users_hub: RemoteHub) -> tuple[list[dict], Path]:
@@ -211,7 +208,7 @@ def build_model(tokenizer):
 
 
 def compare(
-    arguments: argparse.Namespace, repo_id: str, variant: str, model_folder: Path, folder: Path, samples: list[dict]
+    arguments: argparse.Namespace, repo_id: str, model_folder: Path, folder: Path, samples: list[dict]
 ) -> int:
     """Train packed with the kernel and padded without it, print the comparison and the ``DEMO`` line."""
     import torch
@@ -235,10 +232,11 @@ def compare(
         print(f"demo: {arguments.model or 'the model'} cannot be loaded with {repo_id}: {error}", file=sys.stderr)
         return 1
     kernel = get_kernel(repo_id, version=1, trust_remote_code=True)
-    tier, hooks = kernel.cpu_tier(), sorted(kernel.hooks_status().functions)
+    status = kernel.hooks_status()
+    tier, hooks = status.cpu_tier, sorted(status.functions)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say("Model", f"{model.config.model_type}, {layer_summary(model.config)}, {parameters / 1e6:.1f} M parameters")
-    say("Kernel", f'attn_implementation="{repo_id}" from that Hub: tier {tier}')
+    say("Kernel", f'attn_implementation="{repo_id}" from that Hub: {status.variant}, tier {tier}')
     for line in textwrap.wrap(f"hooked: {', '.join(hooks)}", 71):
         say("", line)
     print(flush=True)
@@ -257,7 +255,7 @@ def compare(
     padding = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     padded = train("padded", stock, padding, samples, arguments, folder)
     difference, largest = difference_from_alone(model_folder, trained, pack, packed_logits)
-    report(variant, tier, hooks, packed, padded, difference, largest)
+    report(status.variant, tier, hooks, packed, padded, difference, largest)
     return 0
 
 

@@ -94,6 +94,15 @@ def test_publish_is_a_dry_run_by_default(variant, tmp_path):
     assert "README.md" in done.stdout and "dry run" in done.stdout
 
 
+def test_publish_leaves_out_what_is_for_this_machine_alone(variant, tmp_path):
+    """torch-cuda would be taken by every CUDA build of torch, on any architecture."""
+    publisher = load_tool("publish")
+    build = copy_variant(variant, copy_variant(variant, tmp_path, "torch-cuda"), OTHER)
+    version = publisher.Project.read(ROOT).general["version"]
+    assert [path.name for path in publisher.find_variants(build, version)] == [OTHER]
+    assert [path.name for path in publisher.find_variants(build, version, local_too=True)] == ["torch-cuda", OTHER]
+
+
 def test_publish_without_a_network_shows_what_it_would_do_and_does_nothing(tmp_path):
     shown = publish(UNREACHABLE, tmp_path)
     assert shown.returncode == 0 and "does not answer" in shown.stdout

@@ -41,16 +41,19 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """All variants that tools/build.py makes on x86_64, without the compiled part."""
+    """All variants that are published for x86_64, without the compiled part; in local/ those of `make build`."""
     build, toolkits = load_tool("build"), load_tool("toolkits")
     folder = tmp_path_factory.mktemp("repository")
     config = build.load_build_toml()
-    for compute in ("cpu", *toolkits.RELEASES):
+    for compute in ("cpu", build.CPU_IN_CUDA, *toolkits.RELEASES):
         variant = build.variant_of(config, compute)._replace(machine="x86_64")
         stand_in = folder / f"{variant.ops_id}.abi3.so"
         stand_in.write_bytes(b"")
-        archs = () if compute == "cpu" else toolkits.architectures(compute)
-        build.assemble(config, variant, stand_in, folder / "build" / variant.folder, archs)
+        archs = toolkits.architectures(compute) if compute in toolkits.RELEASES else ()
+        if compute != build.CPU_IN_CUDA:
+            build.assemble(config, variant, stand_in, folder / "build" / variant.folder, archs)
+        if compute not in toolkits.RELEASES:
+            build.assemble(config, variant, stand_in, folder / "local" / "build" / variant.folder)
     return folder
 
 
@@ -64,7 +67,7 @@ def resolve(repository, monkeypatch):
         monkeypatch.setattr(platform, "machine", lambda: machine)
         monkeypatch.setattr(platform, "system", lambda: system)
         monkeypatch.setattr(torch, "__version__", torch_version)
-        return lambda wanted=None: resolver.resolve_local_kernel(repository, backend=wanted)
+        return lambda wanted=None, where=".": resolver.resolve_local_kernel(repository / where, backend=wanted)
 
     return on
 
@@ -85,6 +88,27 @@ def test_a_system_without_a_variant_is_told_why(resolve, backend, torch_version,
 
 def test_c50_a_cuda_build_of_torch_can_ask_for_the_cpu_variant(resolve):
     assert resolve("cu130", "2.13.0", "x86_64", "Linux")("cpu").variant_str == "torch-stable-abi211-cpu-x86_64-linux"
+
+
+@pytest.mark.parametrize(
+    "backend, torch_version, expected",
+    [
+        ("cpu", "2.13.0", "torch-stable-abi211-cpu-x86_64-linux"),
+        ("cu124", "2.11.0", "torch-cuda"),
+        ("cu130", "2.13.0", "torch-cuda"),
+        ("cu132", "2.15.0", "torch-cuda"),
+    ],
+)
+def test_a_local_build_serves_cpu_models_in_any_build_of_torch(resolve, backend, torch_version, expected):
+    """Under a CUDA build of torch the loader takes no variant of the CPU backend, so there is one for it."""
+    assert resolve(backend, torch_version, "x86_64", "Linux")(where="local").variant_str == expected
+
+
+def test_a_cuda_variant_comes_before_the_cpu_kernels_alone(repository, resolve, tmp_path):
+    for folder in (*(repository / "build").iterdir(), repository / "local" / "build" / "torch-cuda"):
+        (tmp_path / folder.name).symlink_to(folder)
+    found = resolve("cu130", "2.13.0", "x86_64", "Linux")(where=tmp_path)
+    assert found.variant_str == "torch-stable-abi211-cu130-x86_64-linux"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 The result has the form that kernel-builder gives it: build/torch-stable-abi211-cpu-x86_64-linux/ holds the Python
 package, the shared object, _ops.py and metadata.json. Rebuilding compiles only what changed.
 
-    python tools/build.py                       the CPU variant
+    python tools/build.py                       the CPU variant, and the same kernels for CUDA builds of torch
     python tools/build.py --all                 and every CUDA variant for which a compiler can be had
     python tools/build.py --sanitize address    an instrumented copy, in build/sanitize-address/
 """
@@ -30,6 +30,9 @@ from toolkits import toolkit as find_toolkit
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = (".cpp", ".cc", ".cxx", ".cu")
+# The loader never gives a CUDA build of torch a variant of the CPU backend. torch-cuda, a name that every CUDA build takes
+# where the folder holds no variant of its release, has the CPU kernels and nothing else, for use on this machine.
+CPU_IN_CUDA = "cuda"
 # Files of tools/ that decide the bytes of a variant.
 BUILD_FILES = ("CMakeLists.txt", "build.py", "compat.cpp", "exports.map", "toolkits.py")
 
@@ -73,13 +76,15 @@ class Variant(NamedTuple):
 
     module: str
     backend: str  # cpu or cuda
-    compute: str  # cpu, or a CUDA release such as cu130
+    compute: str  # cpu; a CUDA release such as cu130; or CPU_IN_CUDA
     ops_id: str
     abi: str
     machine: str
 
     @property
     def folder(self) -> str:
+        if self.compute == CPU_IN_CUDA:
+            return f"torch-{CPU_IN_CUDA}"
         return f"torch-stable-abi{self.abi.replace('.', '')}-{self.compute}-{self.machine}-linux"
 
 
@@ -119,7 +124,9 @@ def variant_of(config: Dict[str, Any], compute: str = "cpu", salt: str = "") -> 
         digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes() + b"\0")
     module = python_module(config)
     backend = "cpu" if compute == "cpu" else "cuda"
-    ops_id = f"_{module}_{backend}_{digest.hexdigest()[:7]}"
+    # A CUDA variant of the same sources may be loaded beside the CPU kernels alone.
+    kind = "cpu_in_cuda" if compute == CPU_IN_CUDA else backend
+    ops_id = f"_{module}_{kind}_{digest.hexdigest()[:7]}"
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     return Variant(module, backend, compute, ops_id, config["torch"]["stable-abi"][backend], machine)
 
@@ -172,7 +179,7 @@ def plan(config: Dict[str, Any], variants: Sequence[Variant], toolkits: Dict[str
                 lines.append(f'set_property(SOURCE "{(ROOT / name).as_posix()}" APPEND PROPERTY {key} {quoted})')
     for variant in variants:
         lines.append(f"set(OPS_ID_{variant.compute} {variant.ops_id})")
-        if variant.backend == "cuda":
+        if variant.compute in toolkits:
             toolkit = toolkits[variant.compute]
             lines.append(f'set(NVCC_{variant.compute} "{toolkit.nvcc}")')
             lines.append(f'set(CUDART_{variant.compute} "{toolkit.cudart}")')
@@ -282,7 +289,8 @@ def main() -> None:
     work = arguments.out.resolve() / "_work" / (f"sanitize-{arguments.sanitize}" if arguments.sanitize else "plain")
     toolkits = find_toolkits() if arguments.all else {}
     wanted = []
-    for variant in [variant_of(config, compute, arguments.sanitize) for compute in ("cpu", *toolkits)]:
+    computes = ("cpu",) if arguments.sanitize else ("cpu", CPU_IN_CUDA, *toolkits)
+    for variant in [variant_of(config, compute, arguments.sanitize) for compute in computes]:
         if is_up_to_date(variant, out / variant.folder):
             print(f"build: {variant.folder} is up to date ({variant.ops_id})")
         else:
@@ -293,7 +301,7 @@ def main() -> None:
     shared_objects = compile_variants(config, wanted, work, toolkits, arguments.sanitize)
     out.mkdir(parents=True, exist_ok=True)
     for variant, shared_object in zip(wanted, shared_objects):
-        archs = toolkits[variant.compute].archs if variant.backend == "cuda" else ()
+        archs = toolkits[variant.compute].archs if variant.compute in toolkits else ()
         assemble(config, variant, shared_object, out / variant.folder, archs)
         size = (out / variant.folder / shared_object.name).stat().st_size
         print(f"build: {variant.folder} ({variant.ops_id}, {size / 1e6:.1f} MB)")

@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACEHOLDER_OWNER = "org"
 ACTIONS = ("add", "replace", "keep", "delete")
 IGNORED = ("__pycache__", ".pyc")
+# CPU kernels under a name that every CUDA build of torch takes, on any machine: for the machine it was built on alone.
+LOCAL_VARIANT = "torch-cuda"
 
 
 class PublishError(Exception):
@@ -89,14 +91,17 @@ class Plan:
         return not created and all(change.action == "keep" for change in changes)
 
 
-def find_variants(build: Path, version: int) -> list[Path]:
+def find_variants(build: Path, version: int, local_too: bool = False) -> list[Path]:
     """The variant folders of ``build``, each checked to be whole, of this version and of the same sources.
+
+    ``local_too`` keeps the variant that is for this machine alone, for a Hub on this machine.
 
     Raises:
         PublishError: there is none, one belongs to another version or to other sources than the rest, or its files are
             not those of its digest.
     """
     variants = sorted(path.parent for path in build.glob("*/metadata.json"))
+    variants = [variant for variant in variants if local_too or variant.name != LOCAL_VARIANT]
     if not variants:
         raise PublishError(f"no built variant in {build}: run `make build` first")
     sources: dict[str, str] = {}
@@ -147,13 +152,15 @@ def render_card(project: Project) -> str:
     return card.rstrip() + "\n"
 
 
-def make_plan(api: HfApi, project: Project, build: Path) -> Plan:
+def make_plan(api: HfApi, project: Project, build: Path, local_too: bool = False) -> Plan:
     """Compare the local files with the Hub's and list what publishing would do. Only reads.
+
+    ``local_too``: see :func:`find_variants`.
 
     Raises:
         PublishError: the build is not fit to be published, or the Hub refused.
     """
-    variants = find_variants(build, int(str(project.general["version"])))
+    variants = find_variants(build, int(str(project.general["version"])), local_too)
     plan = Plan(project, api.endpoint)
     try:
         branches = {ref.name for ref in api.list_repo_refs(project.repo_id, repo_type="kernel").branches}
@@ -294,12 +301,13 @@ def main() -> int:
     parser.add_argument("--yes", action="store_true", help="do it; without this only show what would be done")
     parser.add_argument("--repo-id", help="owner/name, in place of the one in build.toml")
     parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder with the variants (default: build/)")
+    parser.add_argument("--local-too", action="store_true", help=f"{LOCAL_VARIANT} too, for a Hub on this machine")
     parser.add_argument("--files", action="store_true", help="list every file")
     arguments = parser.parse_args()
     try:
         project = Project.read(ROOT, arguments.repo_id)
         api = HfApi()
-        plan = make_plan(api, project, arguments.build)
+        plan = make_plan(api, project, arguments.build, arguments.local_too)
         print(describe(plan, arguments.files))
         if not arguments.yes:
             print("dry run: nothing was changed; --yes does it" if not plan.is_empty else "")

@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any, Dict
 
+import torch
+
 from tests.conftest import BUILD, ROOT, load_tool
 
 TOKENS = {"hf_writer": "write", "hf_reader": "read"}
+CUDA_TORCH = torch.version.cuda is not None
 UNREACHABLE = "http://127.0.0.1:9"
 
 # What every child process starts with: a call whose result shows that the compiled op ran and kept samples apart.
@@ -96,9 +99,9 @@ def run(code: str, home: Path, endpoint: str = UNREACHABLE, preamble: str = PREA
 
 
 def cpu_variant() -> Path:
-    """The built CPU variant."""
-    found = sorted(BUILD.glob("torch-stable-abi*-cpu-*/metadata.json"))
-    assert found, "no CPU variant in build/: run `make build` first"
+    """The built variant with the CPU kernels alone that the loader gives to this build of torch."""
+    found = sorted(BUILD.glob("torch-cuda/metadata.json" if CUDA_TORCH else "torch-stable-abi*-cpu-*/metadata.json"))
+    assert found, "no variant of CPU kernels in build/: run `make build` first"
     return found[0].parent
 
 
@@ -110,7 +113,7 @@ def loopback_hub(folder: Path, **settings: Any) -> Any:
 def publish(endpoint: str, home: Path, *options: str, token: str = "hf_writer") -> subprocess.CompletedProcess:
     """Run tools/publish.py against a Hub."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "publish.py"), *options],
+        [sys.executable, str(ROOT / "tools" / "publish.py"), *(["--local-too"] if CUDA_TORCH else []), *options],
         env=child_environment(home, endpoint, HF_TOKEN=token),
         capture_output=True,
         text=True,

@@ -32,7 +32,8 @@ class HooksStatus:
         kernel_id: the build's id.
         cpu_tier: instruction tier that the CPU kernels use, or None where it cannot be asked.
         cuda: op -> what serves it on CUDA tensors: ``"CUDA C++"``, ``"Triton"``, for attention PyTorch's kernel or
-            Triton, or ``"not served"``. Empty in a CPU variant, which leaves packed calls on a GPU to transformers.
+            Triton, or ``"not served"``. Empty in a build of CPU kernels alone, which leaves packed calls on a GPU to
+            transformers.
         fallbacks: what serves with less than it could, one sentence each; importing the package warns of them.
     """
 
@@ -58,8 +59,8 @@ class HooksStatus:
             found.append(f"PACKFREE_CPU_TIER={forced} decides the CPU tier")
         elif self.cpu_tier == "scalar":
             found.append("this CPU has no AVX2, so the slow scalar tier serves")
-        if torch.version.cuda is not None and "-cpu-" in self.variant:
-            found.append("this is the CPU variant, in a CUDA build of torch")
+        if torch.version.cuda is not None and not self.cuda:
+            found.append("this build holds CPU kernels alone, in a CUDA build of torch: nothing of it serves a GPU")
         if self.reason.startswith("the hooks of another build"):
             found.append(self.reason)
         if self.transformers is not None and self.transformers not in self.checked_transformers:
@@ -79,6 +80,8 @@ class HooksStatus:
             f"  transformers   {self.transformers or 'not imported'} (hooks checked against {checked})",
             f"  attention      {', '.join(self.attention) or 'no model uses it yet'}",
         ]
+        if not self.cuda:
+            lines.append("  CUDA           no kernels in this build: models on a GPU keep transformers' own path")
         for path in sorted(set(self.cuda.values())):
             names = ", ".join(name for name, serves in self.cuda.items() if serves == path)
             lines += textwrap.wrap(f"  CUDA           {names}: {path}", 100, subsequent_indent=" " * 17)
