@@ -30,8 +30,8 @@ from toolkits import toolkit as find_toolkit
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = (".cpp", ".cc", ".cxx", ".cu")
-# The loader never gives a CUDA build of torch a variant of the CPU backend. torch-cuda, a name that every CUDA build takes
-# where the folder holds no variant of its release, has the CPU kernels and nothing else, for use on this machine.
+# The loader never gives a CUDA build of torch a variant of the CPU backend. torch-cuda, a name that every CUDA build
+# takes where the folder holds no variant of its release, has the CPU kernels and no more, for use on this machine.
 CPU_IN_CUDA = "cuda"
 # Files of tools/ that decide the bytes of a variant.
 BUILD_FILES = ("CMakeLists.txt", "build.py", "compat.cpp", "exports.map", "toolkits.py")

@@ -125,6 +125,7 @@ def get_torch(pinned):
         say("%s from PyTorch's index of CPU builds, about %s (TORCH_INDEX= leaves it out)" % (pinned, CPU_TORCH))
         if pip("--retries", "1", "--timeout", "15", "--index-url", CPU_INDEX, pinned):
             return
+        say("that index does not answer here, or has no such torch")
     say("%s as pip finds it here; PyPI's for Linux is a CUDA build, about %s with its libraries" % (pinned, CUDA_TORCH))
     with_retries("torch", lambda: pip(pinned))
 
@@ -137,7 +138,7 @@ def with_retries(what, install):
         if left:
             say("%s: pip failed; once more in 5 s (Ctrl-C stops; the same command goes on later)" % what)
             time.sleep(5)
-    raise Missing("%s could not be installed, see pip's message above; the same command goes on where it stopped" % what)
+    raise Missing("pip could not install %s, see above; the same command goes on where it stopped" % what)
 
 
 def requirements(torch_version):
