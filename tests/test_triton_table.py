@@ -1,4 +1,4 @@
-"""The committed table of what the Triton kernels take of each kind of GPU."""
+"""The committed tables of what the Triton kernels take of each kind of GPU, one for each release of Triton."""
 
 import json
 import os
@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import triton
 
-from tests.conftest import BUILD, ROOT
+from tests.conftest import BUILD, ROOT, load_tool
 
-TABLE = ROOT / "benchmarks" / "results" / "triton_targets.json"
+TABLES = ROOT / "benchmarks" / "results" / "triton_targets"
+TABLE = TABLES / f"{triton.__version__.split('+')[0]}.json"
+needs_table = pytest.mark.skipif(not TABLE.exists(), reason=f"there is no table of Triton {triton.__version__}")
 
 
 def check(root=ROOT):
@@ -20,6 +23,7 @@ def check(root=ROOT):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
 
 
+@needs_table
 def test_table_is_of_todays_kernels_which_fit_and_do_not_spill():
     done = check()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -27,24 +31,45 @@ def test_table_is_of_todays_kernels_which_fit_and_do_not_spill():
     assert targets == {"sm_80", "sm_90", "sm_100", "gfx942"}
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """The tool, the package it looks at and the table, to be spoiled."""
-    root = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "tools", root / "tools")
-    (root / "build").symlink_to(BUILD)
-    (root / "benchmarks" / "results").mkdir(parents=True)
-    return root
+@pytest.fixture
+def copy(tmp_path):
+    """The tool and the package it looks at, and no table."""
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    (tmp_path / "build").symlink_to(BUILD)
+    (tmp_path / "benchmarks" / "results" / TABLES.name).mkdir(parents=True)
+    return tmp_path
 
 
+@needs_table
 def test_check_notices_what_is_wrong(copy):
-    """A launch that is not in the table, one that nothing makes, one that spills and one that does not fit."""
+    """A launch that is not in the table, one that nothing makes, and what a kernel must not do."""
     table = json.loads(TABLE.read_text())
     table["rows"][0]["launch"] = "another"
     table["rows"][1]["spilled"] = 8
     table["rows"][2]["shared"] = 2**20
-    (copy / "benchmarks" / "results" / TABLE.name).write_text(json.dumps(table))
+    table["rows"][3]["hazards"] = ["has a product that sums over 8"]
+    (copy / TABLE.relative_to(ROOT)).write_text(json.dumps(table))
     done = check(copy)
     assert done.returncode != 0
-    for text in ("has no row of", "that nothing launches", "spills 8 bytes a thread", "wants 1048576 bytes"):
+    for text in (
+        "has no row of", "that nothing launches", "spills 8 bytes a thread", "wants 1048576 bytes",
+        "has a product that sums over 8",
+    ):  # fmt: skip
         assert text in done.stderr
+
+
+def test_a_release_without_a_table_says_so(copy):
+    (copy / "benchmarks" / "results" / TABLES.name / "3.1.4.json").write_text('{"rows": []}')
+    done = check(copy)
+    assert done.returncode != 0
+    release = TABLE.stem
+    assert done.stderr.splitlines() == [f"triton_table: there is no table of Triton {release}, only of 3.1.4"]
+
+
+def test_products_that_sum_over_little_are_found():
+    products = load_tool("triton_products")
+    product = "%a = tt.dot %x, %y, %z, inputPrecision = tf32x3 : "
+    text = product + "tensor<64x16xf32> * tensor<16x32xf32> -> tensor<64x32xf32>\n"
+    text += product + "tensor<32x{axis}xf32> * tensor<{axis}x32xf32> -> tensor<32x32xf32>\n"
+    assert list(products.hazards(text.replace("{axis}", "8"))) == ["has a product that sums over 8"]
+    assert list(products.hazards(text.replace("{axis}", "16"))) == []

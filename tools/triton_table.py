@@ -1,13 +1,17 @@
-"""What the Triton kernels take of each kind of GPU: registers, spilled bytes and shared memory.
+"""What the Triton kernels take of each kind of GPU, by the installed Triton: registers, spilled bytes, shared memory.
 
-    python tools/triton_table.py            compile every launch of tools/triton_calls.py for every target (minutes)
-                                            and write benchmarks/results/triton_targets.json and .md
-    python tools/triton_table.py --check    compile nothing: fail where the files lack a launch of today's code, where a
-                                            launch spills, or where its shared memory does not fit the target
+    python tools/triton_table.py            compile the launches of tools/triton_calls.py that the table of this Triton
+                                            does not know yet, for every target (all of them: half an hour), and write
+                                            benchmarks/results/triton_targets/RELEASE.json and triton_targets.md
+    python tools/triton_table.py --check    compile nothing: fail where the table of this Triton lacks a launch of
+                                            today's code, where a launch spills or does not fit the target's shared
+                                            memory, or where its products are of a kind that tools/triton_products.py
+                                            has found to go wrong
     python tools/triton_table.py --only kda compile the kernels whose name holds a word, and write nothing
 
-No GPU is needed: Triton brings its compilers along. A kernel is known by its code, so that a change of it shows.
-Spilled bytes are those of a thread's frame in memory: Triton keeps no arrays there, so what is in it is registers.
+Each Triton that a torch we support brings compiles otherwise, so each has a table. No GPU is needed: Triton brings its
+compilers along. A kernel is known by its code, so that a change of it shows. Spilled bytes are those of a thread's
+frame in memory: Triton keeps no arrays there, so what is in it is registers.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -45,14 +50,25 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITCallable, MockTensor, create_function_from_signature  # noqa: E402
 from triton_calls import all_calls, launches_of  # noqa: E402
+from triton_products import hazards, shortest_axis  # noqa: E402
 
-TABLE = ROOT / "benchmarks" / "results" / "triton_targets.json"
-PROCESSES = 2
+TABLES = ROOT / "benchmarks" / "results" / "triton_targets"
+RELEASE = triton.__version__.split("+")[0]
+TABLE = TABLES / f"{RELEASE}.json"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One launch compiled for one target; ``launch`` stands for the kernel's code and everything it is compiled for."""
+    """One launch compiled for one target.
+
+    Attributes:
+        launch: stands for the kernel's code and everything it is compiled for.
+        registers: of a thread.
+        spilled: bytes of a thread.
+        shared: bytes of a block.
+        shortest: the shortest axis of its products, 0 if it has none.
+        hazards: what tools/triton_products.py says of them.
+    """
 
     kernel: str
     target: str
@@ -63,6 +79,8 @@ class Row:
     registers: int
     spilled: int
     shared: int
+    shortest: int
+    hazards: list[str]
 
 
 @dataclass(frozen=True)
@@ -116,7 +134,7 @@ def code_of(function: JITCallable) -> str:
     body = tree.body[0].body
     if ast.get_docstring(tree.body[0]) is not None:
         del body[0]
-    parts = [ast.dump(tree)]
+    parts = [ast.unparse(tree)]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for name in sorted(used & function.fn.__globals__.keys()):
         value = function.fn.__globals__[name]
@@ -149,9 +167,7 @@ def wanted_launches(kernel: ModuleType, only: str = "") -> list[Wanted]:
                 details = (source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), chosen)
                 text = f"{code_of(launch.kernel)} {details}"
                 digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-                wanted = Wanted(
-                    name, target, str(call), launch.num_warps, launch.num_stages, digest, source, options
-                )
+                wanted = Wanted(name, target, str(call), launch.num_warps, launch.num_stages, digest, source, options)
                 found.setdefault((name_of(target), digest), wanted)
     return list(found.values())
 
@@ -173,7 +189,8 @@ def measured(wanted: Wanted) -> Row:
         registers, spilled = int(usage[1]), int(usage[2]) + int(usage[3])
     return Row(
         wanted.kernel, name_of(wanted.target), wanted.call, wanted.warps, wanted.stages, wanted.launch, registers,
-        spilled, compiled.metadata.shared,
+        spilled, compiled.metadata.shared, shortest_axis(compiled.asm["ttir"]),
+        sorted(set(hazards(compiled.asm["ttir"]))),
     )  # fmt: skip
 
 
@@ -190,14 +207,37 @@ def _measured_at(place: int) -> Row | str:
         return f"{wanted.kernel} for {name_of(wanted.target)} ({wanted.call}): {type(error).__name__}: {reason[0]}"
 
 
-def compile_all(wanted: list[Wanted]) -> tuple[list[Row], list[str]]:
-    """Rows and failures of ``wanted``."""
+def known_rows(table: Path) -> dict[tuple[str, str], Row]:
+    """The rows of a table by target and launch."""
+    rows = [Row(**row) for row in json.loads(table.read_text())["rows"]] if table.exists() else []
+    return {(row.target, row.launch): row for row in rows}
+
+
+def compile_all(wanted: list[Wanted], processes: int) -> Iterator[Row | str]:
+    """A row, or what went wrong, for each of ``wanted``, as they are done."""
     _wanted[:] = wanted
-    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
         jobs = [pool.submit(_measured_at, place) for place in range(len(wanted))]
-        results = [job.result() for job in tqdm(as_completed(jobs), total=len(jobs), unit="launch")]
-    rows = [result for result in results if isinstance(result, Row)]
-    return sorted(rows, key=lambda row: tuple(asdict(row).values())), [str(r) for r in results if isinstance(r, str)]
+        for job in tqdm(as_completed(jobs), total=len(jobs), unit="launch"):
+            yield job.result()
+
+
+def complete(wanted: list[Wanted], processes: int) -> tuple[list[Row], list[str]]:
+    """The table of ``wanted`` from what the file knows and what is compiled now, and failures.
+
+    What is compiled is written as it comes, so that a run that is ended goes on where it was.
+    """
+    known = known_rows(TABLE)
+    today = {(name_of(launch.target), launch.launch): launch for launch in wanted}
+    rows = [known[key] for key in today if key in known]
+    lacking = [launch for key, launch in today.items() if key not in known]
+    failures = []
+    for done, result in enumerate(compile_all(lacking, processes), 1):
+        (failures if isinstance(result, str) else rows).append(result)
+        if done % 20 == 0 or done == len(lacking):
+            TABLE.parent.mkdir(parents=True, exist_ok=True)
+            TABLE.write_text(json_of(rows))
+    return rows, failures
 
 
 def faults(rows: list[Row], limits: dict[str, int]) -> list[str]:
@@ -209,31 +249,44 @@ def faults(rows: list[Row], limits: dict[str, int]) -> list[str]:
             found.append(f"{where} spills {row.spilled} bytes a thread")
         if row.shared > limits[row.target]:
             found.append(f"{where} wants {row.shared} bytes of shared memory, of which there are {limits[row.target]}")
+        found += [f"{where} {hazard}" for hazard in row.hazards]
     return found
 
 
 def json_of(rows: list[Row]) -> str:
-    """One line a row, so that a change shows as a line."""
-    lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in rows)
-    return f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n'
+    """One line a row, in an order of its own, so that a change shows as a line."""
+    ordered = sorted((asdict(row) for row in rows), key=lambda row: [str(value) for value in row.values()])
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in ordered)
+    return f'{{"triton": "{RELEASE}", "rows": [\n{lines}\n]}}\n'
 
 
-def markdown_of(rows: list[Row], targets: list[str]) -> str:
+def release_order(table: Path) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", table.stem)))
+
+
+def markdown_of(targets: list[str]) -> str:
+    """Every release's table, newest first."""
+    tables = sorted(TABLES.glob("*.json"), key=release_order, reverse=True)
+    lines = [
+        "# What the Triton kernels take",
+        "",
+        "Compiled on a machine without a GPU, by each Triton that a torch from 2.11 on brings:",
+        "`python tools/triton_table.py`. Each cell: registers a thread / KiB of shared memory a block, the most of all",
+        "calls; bytes spilled, if any.",
+    ]
+    for table in tables:
+        lines += ["", f"## Triton {table.stem}", ""] + section_of(list(known_rows(table).values()), targets)
+    return "\n".join(lines) + "\n"
+
+
+def section_of(rows: list[Row], targets: list[str]) -> list[str]:
     """The most that any call takes, a line for each kernel and dtype."""
     most: dict[tuple[str, str], dict[str, tuple[int, int, int]]] = {}
     for row in rows:
         cell = most.setdefault((row.kernel, row.call.split()[-1]), {})
         numbers = (row.registers, row.spilled, row.shared)
         cell[row.target] = tuple(map(max, zip(cell.get(row.target, (0, 0, 0)), numbers)))
-    lines = [
-        "# What the Triton kernels take",
-        "",
-        f"Compiled by Triton {triton.__version__} on a machine without a GPU: `python tools/triton_table.py`. Each",
-        "cell: registers a thread / KiB of shared memory a block, the most of all calls; bytes spilled, if any.",
-        "",
-        "| kernel | dtype | " + " | ".join(targets) + " |",
-        "|---|---|" + "---|" * len(targets),
-    ]
+    lines = ["| kernel | dtype | " + " | ".join(targets) + " |", "|---|---|" + "---|" * len(targets)]
     for (name, dtype), cell in sorted(most.items()):
         texts = []
         for target in targets:
@@ -243,26 +296,29 @@ def markdown_of(rows: list[Row], targets: list[str]) -> str:
         module, _, function = name.rpartition(".")
         family = module.removeprefix("_triton.").split(".")[0]
         lines.append(f"| {family} {function.strip('_').removesuffix('_kernel')} | {dtype} | {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def no_table() -> str:
+    there = ", ".join(table.stem for table in sorted(TABLES.glob("*.json"), key=release_order))
+    return f"there is no table of Triton {RELEASE}, only of {there or 'no release'}"
 
 
 def check(wanted: list[Wanted], limits: dict[str, int]) -> list[str]:
     """What is wrong with the committed table, told without compiling."""
-    if not TABLE.exists():
-        return [f"there is no {TABLE.relative_to(ROOT)}"]
-    rows = [Row(**row) for row in json.loads(TABLE.read_text())["rows"]]
-    known = {(row.target, row.launch) for row in rows}
+    known = known_rows(TABLE)
     today = {(name_of(launch.target), launch.launch): launch for launch in wanted}
     lacking = sorted({f"{launch.kernel} ({launch.call})" for key, launch in today.items() if key not in known})
     found = [f"the table has no row of {name} as it is now" for name in lacking]
-    found += sorted({f"the table has a row of {row.kernel} that nothing launches" for row in rows
-                     if (row.target, row.launch) not in today})  # fmt: skip
-    return found + faults(rows, limits)
+    found += sorted({f"the table has a row of {row.kernel} that nothing launches" for key, row in known.items()
+                     if key not in today})  # fmt: skip
+    return found + faults(list(known.values()), limits)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compile nothing; is the committed table right?")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="that compile at the same time")
     parser.add_argument("--only", default="", metavar="WORD", help="compile kernels whose name holds it, write nothing")
     return parser.parse_args(arguments)
 
@@ -274,19 +330,23 @@ def main() -> None:
     targets = importlib.import_module(f"{kernel.__name__}._triton.launch").TARGETS
     limits = {name_of(target): target.shared_memory for target in targets}
     wanted = wanted_launches(kernel, arguments.only)
-    if arguments.check:
+    if arguments.check and not TABLE.exists():
+        found = [no_table()]
+    elif arguments.check:
         found = check(wanted, limits)
-    else:
-        rows, found = compile_all(wanted)
+    elif arguments.only:
+        results = list(compile_all(wanted, arguments.processes))
+        rows, found = [r for r in results if isinstance(r, Row)], [r for r in results if isinstance(r, str)]
+        print("\n".join(section_of(rows, list(limits))))
         found += faults(rows, limits)
-        if arguments.only:
-            print(markdown_of(rows, list(limits)))
-        else:
-            TABLE.write_text(json_of(rows))
-            TABLE.with_suffix(".md").write_text(markdown_of(rows, list(limits)))
+    else:
+        rows, found = complete(wanted, arguments.processes)
+        TABLE.write_text(json_of(rows))
+        TABLES.with_suffix(".md").write_text(markdown_of(list(limits)))
+        found += faults(rows, limits)
     if found:
         sys.exit("\n".join(f"triton_table: {text}" for text in found))
-    print(f"triton_table: {len(wanted)} launches on {len(limits)} targets, none spills and all fit")
+    print(f"triton_table: {len(wanted)} launches by Triton {RELEASE} on {len(limits)} targets, none spills and all fit")
 
 
 if __name__ == "__main__":

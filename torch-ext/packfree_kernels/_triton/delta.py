@@ -41,7 +41,7 @@ from torch import Tensor
 
 from .chunk_math import invert_unit_lower
 from .delta_sizes import Prepared, Sizes, states_or
-from .launch import launch, padded
+from .launch import SHORTEST, launch, padded
 
 
 @triton.jit
@@ -102,29 +102,32 @@ def store_heads(base, first, here, hv, HV: tl.constexpr, x, X: tl.constexpr, til
 @triton.jit
 def _invert(
     mix, first, eos, zero, hv, HV: tl.constexpr, row_strength, column_strength, inverse, C: tl.constexpr,
-    LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sets the rows of (I + diag(row_strength) mix diag(column_strength))^-1 of one chunk, by halves."""
-    half: tl.constexpr = C // 2
-    x = tl.arange(0, half)
-    middle = first + half
+    """Sets the rows of (I + diag(row_strength) mix diag(column_strength))^-1 of one chunk.
+
+    By halves of PART = 2 ** LEVELS tokens, or, where those would be too short for products, whole.
+    """
+    x = tl.arange(0, PART)
+    middle = first + PART
     upper = first + x < eos
     X = load_heads(mix, first, upper, hv, HV, x, C)
     columns = strengths(column_strength, first, upper, hv, HV)[None, :]
     X *= strengths(row_strength, first, upper, hv, HV)[:, None] * columns
-    X = invert_unit_lower(X, zero, half, LEVELS - 1, PRECISION)
+    X = invert_unit_lower(X, zero, PART, LEVELS, PRECISION)
     store_heads(inverse, first, upper, hv, HV, x, C, X)
-    store_heads(inverse, first, upper, hv, HV, x + half, C, tl.zeros((half, half), tl.float32))
-    if middle < eos:
-        lower = middle + x < eos
-        rows = strengths(row_strength, middle, lower, hv, HV)[:, None]
-        Y = load_heads(mix, middle, lower, hv, HV, x + half, C)
-        Y *= rows * strengths(column_strength, middle, lower, hv, HV)[None, :]
-        Y = invert_unit_lower(Y, zero, half, LEVELS - 1, PRECISION)
-        store_heads(inverse, middle, lower, hv, HV, x + half, C, Y)
-        between = load_heads(mix, middle, lower, hv, HV, x, C) * (rows * columns)
-        between = tl.dot(tl.dot(Y, between, input_precision=PRECISION), X, input_precision=PRECISION)
-        store_heads(inverse, middle, lower, hv, HV, x, C, -between)
+    if PART < C:
+        store_heads(inverse, first, upper, hv, HV, x + PART, C, tl.zeros((PART, PART), tl.float32))
+        if middle < eos:
+            lower = middle + x < eos
+            rows = strengths(row_strength, middle, lower, hv, HV)[:, None]
+            Y = load_heads(mix, middle, lower, hv, HV, x + PART, C)
+            Y *= rows * strengths(column_strength, middle, lower, hv, HV)[None, :]
+            Y = invert_unit_lower(Y, zero, PART, LEVELS, PRECISION)
+            store_heads(inverse, middle, lower, hv, HV, x + PART, C, Y)
+            between = load_heads(mix, middle, lower, hv, HV, x, C) * (rows * columns)
+            between = tl.dot(tl.dot(Y, between, input_precision=PRECISION), X, input_precision=PRECISION)
+            store_heads(inverse, middle, lower, hv, HV, x, C, -between)
 
 
 @triton.jit
@@ -138,14 +141,14 @@ def strengths(beta, first, here, hv, HV: tl.constexpr):
 
 @triton.jit
 def _solve(
-    mix, beta, cu_seqlens, items, count, solve, solve_back, HV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    mix, beta, cu_seqlens, items, count, solve, solve_back, HV: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
-        _invert(mix, first, eos, zero, hv, HV, None, beta, solve, C, LEVELS, PRECISION)
+        _invert(mix, first, eos, zero, hv, HV, None, beta, solve, C, PART, LEVELS, PRECISION)
         if solve_back is not None:
-            _invert(mix, first, eos, zero, hv, HV, beta, None, solve_back, C, LEVELS, PRECISION)
+            _invert(mix, first, eos, zero, hv, HV, beta, None, solve_back, C, PART, LEVELS, PRECISION)
 
 
 def solve_systems(
@@ -153,10 +156,11 @@ def solve_systems(
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """``solve`` and, if ``for_backward``, ``solve_back`` of :class:`Prepared`, from the rows of M in ``mix``."""
     solve, solve_back = torch.empty_like(mix), torch.empty_like(mix) if for_backward else None
+    part = max(SHORTEST, sizes.chunk // 2)
     launch(
         _solve, sizes.chunk_programs(mix, sizes.value_heads), mix, beta, cu_seqlens, sizes.blocks.items,
-        sizes.blocks.count, solve, solve_back, HV=sizes.value_heads, C=sizes.chunk,
-        LEVELS=sizes.chunk.bit_length() - 1, PRECISION=sizes.precision, num_warps=4, num_stages=1,
+        sizes.blocks.count, solve, solve_back, HV=sizes.value_heads, C=sizes.chunk, PART=part,
+        LEVELS=part.bit_length() - 1, PRECISION=sizes.precision, num_warps=4, num_stages=1,
     )  # fmt: skip
     return solve, solve_back
 

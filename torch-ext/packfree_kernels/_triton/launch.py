@@ -37,6 +37,9 @@ SM100 = Target("cuda", 100, 148, 227 * 1024)
 GFX942 = Target("hip", "gfx942", 304, 64 * 1024)
 TARGETS = (SM80, SM90, SM100, GFX942)
 
+# What a product sums over is no shorter: Triton before 3.8 refuses less. tools/triton_table.py looks at every product.
+SHORTEST = 16
+
 # Where no GPU decides, as in Triton's interpreter: few programs, so that each strides over several items of work.
 _INTERPRETER = Target("cuda", 80, 3, SM80.shared_memory)
 
@@ -93,8 +96,8 @@ def programs(tensor: Tensor, most: int, per_multiprocessor: int = 1) -> int:
 
 
 def padded(size: int) -> int:
-    """An axis of ``size`` as ``tl.dot`` takes it: a power of two, 16 or more."""
-    return max(16, 1 << (size - 1).bit_length())
+    """An axis of ``size`` as ``tl.dot`` takes it: a power of two, :data:`SHORTEST` or more."""
+    return max(SHORTEST, 1 << (size - 1).bit_length())
 
 
 def dot_precision(tensor: Tensor) -> str:
