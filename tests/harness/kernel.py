@@ -16,11 +16,5 @@ def load_kernel() -> ModuleType:
 
 @functools.lru_cache(maxsize=None)
 def available_tiers() -> List[str]:
-    """From the slowest to the best one of this CPU."""
-    import os
-
-    forced = os.environ.pop("PACKFREE_CPU_TIER", None)
-    best = load_kernel().cpu_tier()
-    if forced is not None:
-        os.environ["PACKFREE_CPU_TIER"] = forced
-    return TIERS[: TIERS.index(best) + 1]
+    """From the slowest to the best one of this CPU, or to the one that PACKFREE_CPU_TIER names."""
+    return TIERS[: TIERS.index(load_kernel().cpu_tier()) + 1]
