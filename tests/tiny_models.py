@@ -278,7 +278,7 @@ if "lfm3" in CONFIG_MAPPING:
         loop_gate_rank=4,
     )
 
-ENCODERS = ("xlm-roberta", "modernbert")
+ENCODERS = ("xlm-roberta", "modernbert", "esm")
 
 
 def config(model_type: str, **changes: Any) -> PreTrainedConfig:

@@ -169,6 +169,13 @@ def is_packfree_function(function: Any) -> bool:
     return hasattr(root, "hooks_status") and hasattr(root, "flash_attn_varlen_func")
 
 
+def modeling_classes(name: Optional[str] = None) -> Iterator[type]:
+    """Every class in the loaded modeling modules, or those called ``name``."""
+    for module in modeling_modules():
+        found = list(vars(module).values()) if name is None else [vars(module).get(name)]
+        yield from (value for value in found if isinstance(value, type))
+
+
 # ---- rotary embeddings ----
 
 
@@ -196,15 +203,14 @@ LENGTH_ROPES = ("longrope", "dynamic", "mscale")
 
 def rotary_classes() -> Iterator[type]:
     """Every loaded rotary class with a decorated forward of its own, which is not hooked yet."""
-    for module in modeling_modules():
-        for value in list(vars(module).values()):
-            if isinstance(value, type) and undecorated_rotary_forward(vars(value).get("forward")) is not None:
-                yield value
+    for cls in modeling_classes():
+        if undecorated_rotary_forward(vars(cls).get("forward")) is not None:
+            yield cls
 
 
 def undecorated_rotary_forward(function: Any) -> Optional[Callable]:
     """What ``dynamic_rope_update`` has wrapped, or None if ``function`` is no such forward, or ours."""
-    while inspect.isfunction(function) and not hasattr(function, "packfree_rotary"):
+    while inspect.isfunction(function) and not hasattr(function, "packfree_per_sample"):
         code = function.__code__
         if "rope_forward" in code.co_freevars:
             return function.__closure__[code.co_freevars.index("rope_forward")].cell_contents
@@ -214,16 +220,15 @@ def undecorated_rotary_forward(function: Any) -> Optional[Callable]:
 
 def rope_of(module: Any, layer_type: Optional[str]) -> Optional[Rope]:
     """The tables of a rotary ``module`` for layers of ``layer_type`` if they depend on a length, else None."""
-    kind, parameters, prefix = module.rope_type, module.config.rope_parameters, ""
-    if layer_type is not None:
-        kind, parameters, prefix = kind[layer_type], parameters[layer_type], f"{layer_type}_"
-    if type(module).__name__ == "PhimoeRotaryEmbedding":
+    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if kind != "default" and type(module).__name__ == "PhimoeRotaryEmbedding":
         # It overrides what dynamic_rope_update chooses: the frequencies stay, a scale depends on the length.
-        kind = "default" if kind == "default" else "mscale"
+        kind = "mscale"
     elif "dynamic" not in kind and kind != "longrope":
-        kind = "default"
-    if kind == "default":
         return None
+    parameters, prefix = module.config.rope_parameters, ""
+    if layer_type is not None:
+        parameters, prefix = parameters[layer_type], f"{layer_type}_"
     by_config = "dynamic" not in kind
     length = parameters["original_max_position_embeddings"] if by_config else module.original_max_seq_len
     return Rope(kind, parameters, prefix, length, getattr(module, f"{prefix}original_inv_freq"))

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import Tensor
 
-from . import boundaries, context, experts, functions, guards, internals, recompute, rotary
+from . import boundaries, context, counts, experts, functions, guards, internals, recompute, rotary
 from .undo import UndoList
 
 _active = [False]
@@ -71,6 +71,7 @@ def _replace_functions() -> None:
     """Replace what does not depend on a model's class, in modules that have been loaded since the last time."""
     experts.make_traceable(_undo)
     rotary.make_per_sample(_undo)
+    counts.make_per_sample(_undo)
     _replace_mixing_functions()
 
 

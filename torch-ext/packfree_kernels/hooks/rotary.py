@@ -18,6 +18,7 @@ from torch import Tensor
 from . import functions, internals, recompute
 from .context import Boundaries
 from .undo import UndoList
+from .view import View
 
 
 def make_per_sample(undo: UndoList) -> None:
@@ -29,18 +30,6 @@ def make_per_sample(undo: UndoList) -> None:
 
 # The frequencies are those of the module's config, whatever the call, so a graph holds them.
 _long_frequencies = recompute.constant_in_a_trace(internals.long_frequencies)
-
-
-class _View:
-    """An object with other values of some attributes, for one call."""
-
-    def __init__(self, viewed: Any, values: Dict[str, Any]) -> None:
-        self._viewed = viewed
-        for name, value in values.items():
-            setattr(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._viewed, name)
 
 
 def _per_sample(stock: Callable, undecorated: Callable) -> Callable:
@@ -57,9 +46,9 @@ def _per_sample(stock: Callable, undecorated: Callable) -> Callable:
                 values = _scale_per_token(self, rope, lengths)
             else:
                 values = _frequencies_per_token(self, rope, layer_type, lengths, x.device)
-            return undecorated(_View(self, values), x, position_ids, **of_layer)
+            return undecorated(View(self, values), x, position_ids, **of_layer)
 
-    forward.packfree_rotary = True
+    forward.packfree_per_sample = True
     return forward
 
 
@@ -103,7 +92,7 @@ def _scale_per_token(module: Any, rope: internals.Rope, lengths: Tensor) -> Dict
     parameters = rope.parameters
     scale = torch.where(lengths > rope.original_length, parameters["long_mscale"], parameters["short_mscale"])
     return dict(
-        config=_View(module.config, {"rope_parameters": {"rope_type": "default"}}),
+        config=View(module.config, {"rope_parameters": {"rope_type": "default"}}),
         rope_init_fn=lambda config: (rope.original_frequencies, scale),
     )
 
