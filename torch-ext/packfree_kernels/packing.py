@@ -162,17 +162,21 @@ def _check_offset_values(op: str, argument: str, cu_seqlens: Tensor, tokens: int
         raise value_error(op, argument, f"end at the number of tokens ({tokens}) or before", last)
 
 
-def check_rows_are_cut(op: str, cu_seqlens: Tensor, rows: int, length: int, argument: str = "cu_seqlens") -> None:
+def check_rows_are_cut(
+    op: str, cu_seqlens: Tensor, rows: int, length: int, argument: str = "cu_seqlens", hint: str = ""
+) -> None:
     """Offsets over ``rows`` rows of ``length`` tokens, read one after the other, cut where each row ends.
+
+    ``hint`` is for the error text: what may have gone wrong before.
 
     Raises:
         ValueError: they do not (where values may be read).
     """
     if rows > 1 and reads_values(cu_seqlens) and not set(range(0, rows * length, length)) <= set(cu_seqlens.tolist()):
-        raise value_error(op, argument, f"cut at the end of each of the {rows} rows", brief_offsets(cu_seqlens))
+        raise value_error(op, argument, f"cut at the end of each of the {rows} rows{hint}", brief_offsets(cu_seqlens))
 
 
-def _row_of_positions(position_ids: Tensor) -> Tuple[Tensor, bool]:
+def row_of_positions(position_ids: Tensor) -> Tuple[Tensor, bool]:
     """The row ``[B, T]`` that tells where sequences start, and whether only a fall in it does."""
     if position_ids.dim() == 3:
         return position_ids[0], position_ids.shape[0] == 3
@@ -188,7 +192,7 @@ def starts_from_position_ids(position_ids: Tensor) -> Tensor:
     positions without a text row) may stand still or jump inside a sample, so there a sequence starts only where the
     temporal row falls.
     """
-    row, only_falls = _row_of_positions(position_ids)
+    row, only_falls = row_of_positions(position_ids)
     step = row[:, 1:] - row[:, :-1]
     inner = step < 0 if only_falls else step != 1
     return torch.cat([torch.ones_like(row[:, :1], dtype=torch.bool), inner], dim=-1)
@@ -205,7 +209,7 @@ def cu_seqlens_from_position_ids(position_ids: Tensor) -> Tensor:
     """int32 offsets of the sequences that ``position_ids`` count; see :func:`starts_from_position_ids`."""
     if reads_values(position_ids):
         return _compact_offsets(starts_from_position_ids(position_ids))
-    return ops.packing_from_positions(*_row_of_positions(position_ids))
+    return ops.packing_from_positions(*row_of_positions(position_ids))
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -12,7 +12,7 @@ from . import autograd  # noqa: F401  registers the gradient
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WIDTHS = range(2, 9)  # of the filter that both functions take
-_ACTIVATIONS = (None, "silu", "swish")
+ACTIVATIONS = (None, "silu", "swish")  # what both functions apply
 
 
 def causal_conv1d_fn(
@@ -171,5 +171,5 @@ def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Optional[Tensor], ac
         check_dtype(op, "bias", bias, _DTYPES)
         check_same_device(op, "bias", bias, x.device)
         check_shape(op, "bias", bias, (x.shape[1],), "[D]")
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise value_error(op, "activation", "be None, 'silu' or 'swish'", repr(activation))

@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import packing
 from .._checks import type_error, value_error
 from .._devices import served_devices
-from ..causal_conv1d.api import WIDTHS
-from . import context, recompute
+from ..causal_conv1d.api import ACTIVATIONS, WIDTHS
+from . import context, internals, recompute
 
 # Device types on which our functions run. Calls elsewhere keep the stock path with their keywords untouched.
 SUPPORTED_DEVICES = served_devices()
@@ -141,8 +141,14 @@ def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
                 f"{WIDTHS[0]} to {WIDTHS[-1]}, so packed samples would mix. "
                 "Train it on padded batches (DataCollatorWithPadding)"
             )
-        given = _pick(keywords, "activation", "initial_states", "return_final_states")
-        return ours(x, weight, bias, **given, **cuts)
+        given = _pick(keywords, "initial_states", "return_final_states")
+        activation = keywords.get("activation")
+        if activation in ACTIVATIONS:
+            return ours(x, weight, bias, activation=activation, **given, **cuts)
+        # Models configure any activation of transformers here; it acts on each token by itself.
+        activate = internals.activation(activation)
+        out = ours(x, weight, bias, **given, **cuts)
+        return (activate(out[0]), *out[1:]) if isinstance(out, tuple) else activate(out)
 
     return causal_conv1d_fn
 

@@ -28,8 +28,21 @@ CHECKED_TRANSFORMERS = ("5.22.2", "5.24.0")
 MODEL_MODULE = "transformers.modeling_utils"
 
 # Keywords of a model's forward that carry boundaries.
+OFFSET_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST_KEYWORDS = ("max_length_q", "max_length_k")
-BOUNDARY_KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", *LONGEST_KEYWORDS)
+BOUNDARY_KEYWORDS = ("seq_idx", *OFFSET_KEYWORDS, *LONGEST_KEYWORDS)
+# Keywords that carry boundaries elsewhere and that no forward reads -> what to pass instead.
+_OFFSETS = "offsets [N + 1] as cu_seq_lens_q"
+_LENGTHS = f"{_OFFSETS} (0 and the running sums of the lengths)"
+_LABELS = "sample numbers [B, T] that never decrease as seq_idx"
+FOREIGN_BOUNDARY_KEYWORDS = {
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens", "cumulative_len"), _OFFSETS),
+    **dict.fromkeys(("seq_lens", "seqlens", "seq_lengths", "sequence_lengths", "sub_seq_lens"), _LENGTHS),
+    **dict.fromkeys(("packed_seq_lengths", "packed_seq_lens", "attention_mask_in_length"), _LENGTHS),
+    **dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sample_ids", "sequence_ids", "seq_ids"), _LABELS),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), f"{_OFFSETS} and the length as max_length_q"),
+    "packed_seq_params": _OFFSETS,
+}
 # A cache that is in use under any of these names means generation; the last two belong to continuous batching.
 CACHE_KEYWORDS = ("past_key_values", "cache_params")
 PAGED_KEYWORDS = ("cache", "block_table")
@@ -142,6 +155,13 @@ def text_config(model: Any) -> Any:
 
 def has_attention(config: Any) -> bool:
     return getattr(config, "num_attention_heads", None) is not None
+
+
+def activation(name: str) -> Callable:
+    """The activation that a model's configuration calls ``name``."""
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]
 
 
 def takes_positions(module: Any) -> bool:
