@@ -285,9 +285,7 @@ def test_any_mixture_is_right_or_refused(model_type):
     tokens = ids()
     accepted, refused = [], []
 
-    @settings(
-        max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(told=st.dictionaries(_spelling, _cuts, min_size=1), common=_cuts, agree=st.booleans(), drop=st.booleans())
     def check(told, common, agree, drop):
         if agree:

@@ -5,6 +5,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from tests.tiny_models import (
+    SETTINGS,
     alone,
     assert_gradients_equal,
     assert_logits_equal,
@@ -18,7 +19,17 @@ from tests.tiny_models import (
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def train(model, directory, lengths, steps, **arguments):
+class Stream(torch.utils.data.IterableDataset):
+    """Samples of which nobody knows the number; Trainer's loader reads them in one process and dispatches them."""
+
+    def __init__(self, features):
+        self.features = features
+
+    def __iter__(self):
+        yield from self.features
+
+
+def train(model, directory, lengths, steps, setting="seq_idx", dataset=list, **arguments):
     """Train ``model`` by Trainer on packs of ``lengths`` with plain SGD; returns it with the gradients of each step."""
     arguments = TrainingArguments(
         output_dir=str(directory), max_steps=steps, optim="sgd", learning_rate=1e-2, lr_scheduler_type="constant",
@@ -28,9 +39,9 @@ def train(model, directory, lengths, steps, **arguments):
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=samples(lengths),
+        train_dataset=dataset(samples(lengths)),
         eval_dataset=samples(lengths, seed=2),
-        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
+        data_collator=DataCollatorWithFlattening(**SETTINGS[setting]),
     )
     trainer.add_callback(recorder := GradientRecorder())
     trainer.train()
@@ -98,6 +109,36 @@ def test_trainer_with_checkpointing(model_type, tmp_path):
     for use_reentrant in (False, True):
         for got, expected in zip(results[use_reentrant], results[None]):
             assert_gradients_equal(got, expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "lfm2", "mamba"])
+def test_dispatched_batches(model_type, tmp_path):
+    """accelerate cuts each tensor of a dispatched batch to its first rows: cu_seq_lens_q arrives as [0] and tells
+    nothing; the positions or labels beside it are whole."""
+    lengths = [5, 9, 17, 3, 4, 1, 8, 2]
+    stock = build(model_type, "eager").train()
+    targets = sum(lengths[:4]) - 4
+    for sample in alone(lengths)[:4]:
+        logits, ids = stock(**sample).logits[0, :-1], sample["input_ids"][0, 1:]
+        (torch.nn.functional.cross_entropy(logits, ids, reduction="sum") / targets).backward()
+    expected = {name: parameter.grad for name, parameter in stock.named_parameters()}
+    for setting in SETTINGS:
+        _, gradients = train(load(model_type), tmp_path, lengths, 2, setting, Stream, per_device_train_batch_size=4)
+        assert len(gradients) == 2
+        assert_gradients_equal(gradients[0], expected)
+
+
+def test_offsets_that_a_loader_cut_name_the_way_out(tmp_path):
+    """Without positions and labels nothing says where samples end."""
+
+    def collate(features):
+        batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(features)
+        return {name: value for name, value in batch.items() if name != "labels"} | {"labels": batch["input_ids"]}
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    trainer = Trainer(load("llama"), arguments, train_dataset=Stream(samples([5, 9])), data_collator=collate)
+    with pytest.raises(ValueError, match="cu_seq_lens_q must .*dispatch_batches"):
+        trainer.train()
 
 
 def test_bfloat16_autocast():

@@ -176,6 +176,13 @@ def test_recompute_is_exact(model_type, wrapper, reference):
         check(model, pack(model_type, setting, LENGTHS), reference(model_type))
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "bamba", "jamba"])
+def test_one_sample_of_one_token(model_type, wrapper):
+    """A row of one token, position_ids alone and use_cache unset: no cache that a recompute would fill again."""
+    check(wrapped(model_type, wrapper), pack(lengths=[1]), run(build(model_type, "eager").train(), alone([1])))
+
+
 @pytest.mark.parametrize("model_type", [*HANDED, "jamba"])
 def test_model_that_drops_the_keywords(model_type, reference):
     """The context stands in for lost keywords, in the forward and in transformers' own recompute."""

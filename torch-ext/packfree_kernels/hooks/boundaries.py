@@ -183,6 +183,8 @@ def _counted(
     wants_no_cache = cache is None and (getattr(model, "training", False) or call.get("use_cache") is False)
     if positions is None or (batch.length == 1 and not wants_no_cache):
         return None
+    if mask.prepared and cache in internals.CACHE_KEYWORDS:
+        return None  # generate() prepares masks for static caches, and what was padding is only in them
     several = (spellings.real_starts(positions, mask.real).sum(-1) > 1).any()
     # Beside a mask, or where a cache may be wanted, the values decide, on a GPU too; else a pack is a pack.
     decided_by_values = mask.given or not wants_no_cache

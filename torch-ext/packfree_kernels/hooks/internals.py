@@ -103,6 +103,15 @@ def grouped_product() -> Tuple[Any, Optional[Callable]]:
     return (definition, stock) if stock is not None and hasattr(definition, "_backward_fn") else (None, None)
 
 
+def modules_asking_for_flash() -> List[ModuleType]:
+    """Loaded modules that ask ``is_flash_attention_requested`` where ours is meant too: generation, of static caches.
+
+    Not the loader: a model that lists its own flash kernels would be given one of those instead of ours, and a model
+    without attention refused.
+    """
+    return [sys.modules[name] for name in ("transformers.generation.utils",) if name in sys.modules]
+
+
 def attention_functions() -> Any:
     return sys.modules[MODEL_MODULE].ALL_ATTENTION_FUNCTIONS
 

@@ -69,10 +69,35 @@ def remove() -> None:
 
 def _replace_functions() -> None:
     """Replace what does not depend on a model's class, in modules that have been loaded since the last time."""
+    _count_as_flash()
     experts.make_traceable(_undo)
     rotary.make_per_sample(_undo)
     counts.make_per_sample(_undo)
     _replace_mixing_functions()
+
+
+def _count_as_flash() -> None:
+    for module in internals.modules_asking_for_flash():
+        stock = vars(module).get("is_flash_attention_requested")
+        if stock is not None and not hasattr(stock, "packfree_stock"):
+            _undo.replace(module, "is_flash_attention_requested", _flash_requested(stock))
+
+
+def _flash_requested(stock: Callable) -> Callable:
+    """transformers knows flash kernels by their name. For these it keeps the mask that says how full a static cache is,
+    because they see all the keys that they are given."""
+
+    @functools.wraps(stock)
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: Optional[str] = None, version: Any = None
+    ) -> bool:
+        if stock(config, requested_attention_implementation, version):
+            return True
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return _active[0] and version is None and name in guards.our_attention_names()
+
+    is_flash_attention_requested.packfree_stock = stock
+    return is_flash_attention_requested
 
 
 def _replace_mixing_functions() -> None:
