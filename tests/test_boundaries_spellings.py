@@ -158,7 +158,7 @@ def test_sample_numbers_under_stock_attention(models, model_type, attention):
 
 @pytest.mark.parametrize("model_type", ["llama", "bamba", "lfm2", "mamba", "xlm-roberta"])
 def test_one_number_a_row_is_an_ordinary_mask(model_type):
-    """Rows 1, 1, 1 and 2, 2, 0 hold a sample each: the batch is that of the mask of 0 and 1, with a cache or without."""
+    """Rows 1, 1, 1 and 2, 2, 0 hold a sample each: the batch is that of the mask of 0 and 1."""
     model, stock = load(model_type).eval(), build(model_type, "eager").eval()
     batch = ids()[:, :12].view(2, 6)
     numbers = torch.tensor([[1] * 6, [2] * 4 + [0] * 2])
