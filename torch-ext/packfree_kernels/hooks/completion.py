@@ -43,6 +43,9 @@ def complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens: 
     takes_cache = "use_cache" in signature.names or (signature.any_keyword and hasattr(config, "use_cache"))
     if takes_cache and call.get("use_cache") is None:
         call["use_cache"] = False
+    if rows > 1 and call.get("seq_idx") is not None:
+        # Padding at the end of a row that is not the last is a sequence of its own in the offsets.
+        seq_idx = torch.where(call["seq_idx"].to(seq_idx.device) < 0, -1, seq_idx)
     return Boundaries(cu_seqlens, seq_idx, rows, length, max_length, op, type(config))
 
 

@@ -9,7 +9,7 @@ recomputed in a thread of the autograd engine.
 """
 
 import threading
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 from torch import Tensor
 
@@ -47,6 +47,9 @@ class _Slot(threading.local):
         # and a compiled forward, which sets them, would break its own guard.
         self.inside = False
         self.current: Optional[Boundaries] = None
+        # Of a running head (see heads.py): what its base model has not been given yet, and how many results it makes.
+        self.reading: Any = None
+        self.results: Optional[int] = None
 
 
 _slot = _Slot()
@@ -76,3 +79,19 @@ def enter(boundaries: Optional[Boundaries]) -> None:
 
 def restore(saved: Saved) -> None:
     _slot.inside, _slot.current = saved
+
+
+def reading() -> Any:
+    return _slot.reading
+
+
+def set_reading(reading: Any) -> None:
+    _slot.reading = reading
+
+
+def results() -> Optional[int]:
+    return _slot.results
+
+
+def set_results(results: Optional[int]) -> None:
+    _slot.results = results

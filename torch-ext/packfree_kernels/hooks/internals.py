@@ -58,6 +58,7 @@ LEAKING_MODELS = {
     "glm5_next*": "its sparse-attention indexer does not see sample boundaries",
     "qwen4_exp*": "its position embedding convolution and n-gram hash do not see sample boundaries",
     "minimax": "its lightning attention carries one state through the row",
+    "mobilebert": "its embeddings join the vectors of neighbouring tokens",
     "recurrent_gemma": "its recurrent block carries one state through the row",
     "rwkv": "its recurrence carries one state through the row",
     "xlstm": "its recurrence carries one state through the row",

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import Tensor
 
-from . import boundaries, context, counts, experts, functions, guards, internals, recompute, rotary
+from . import boundaries, context, counts, experts, functions, guards, heads, internals, recompute, rotary
 from .undo import UndoList
 
 _active = [False]
@@ -130,11 +130,15 @@ def _wrap_forward(cls: type) -> None:
         tuple(parameter.name for parameter in parameters if parameter.kind not in variadic),
         any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
     )
+    stock = heads.serve(cls, stock, signature.names)
+    heads.wrap_poolers(cls, _undo)
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _active[0] or context.inside_forward() or len(args) > len(signature.names):
+        if not _active[0] or len(args) > len(signature.names):
             return stock(self, *args, **kwargs)
+        if context.inside_forward():
+            return heads.inner(self, stock, args, kwargs)
         if not torch.compiler.is_compiling():
             _register_attention()
             guards.note_model(self, _hooked_modules)
@@ -149,7 +153,10 @@ def _wrap_forward(cls: type) -> None:
             recompute.note_compiled_forward()
         context.enter(found)
         try:
-            return stock(self, **call)
+            output = stock(self, **call)
+            if found is not None:
+                heads.check_output(self, output, found)
+            return output
         finally:
             context.restore((False, None))
             if first is not None:
