@@ -6,7 +6,6 @@ import torch
 from tests.tiny_models import (
     LENGTHS,
     MODELS,
-    NAME,
     alone,
     assert_gradients_equal,
     assert_logits_equal,

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import BUILD, REPO_ID, ROOT, load_tool
-from tests.harness.hub import MODEL_PREAMBLE, cpu_variant, hub_published_twice, loopback_hub, publish, run
+from tests.harness.hub import CUDA_TORCH, MODEL_PREAMBLE, cpu_variant, hub_published_twice, loopback_hub, publish, run
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_c53_two_builds_live_in_one_process(variant, tmp_path):
     """A second build of the same sources under another ops id, beside stubs of the packages of the same functions."""
     build = load_tool("build")
     config = build.load_build_toml()
-    second = build.variant_of(config, salt="second build of a test")
+    second = build.variant_of(config, build.CPU_IN_CUDA if CUDA_TORCH else "cpu", "second build of a test")
     # In the work folder of the first build only the file that holds the id is compiled again.
     (shared_object,) = build.compile_variants(config, [second], BUILD / "_work" / "plain")
     build.assemble(config, second, shared_object, tmp_path / "second" / second.folder)

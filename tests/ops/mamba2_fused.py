@@ -111,6 +111,6 @@ LAYERS = [
     Layer(),
     Layer(norm=True, initial=False),
     Layer(norm=None, projection=False, groups=1),
-    Layer(norm=None, beside=2),
+    Layer(norm=None, beside=2, initial=False),
     Layer(beside=3),
 ]

@@ -59,7 +59,7 @@ class HooksStatus:
             found.append(f"PACKFREE_CPU_TIER={forced} decides the CPU tier")
         elif self.cpu_tier == "scalar":
             found.append("this CPU has no AVX2, so the slow scalar tier serves")
-        if torch.version.cuda is not None and not self.cuda:
+        if torch.version.cuda is not None and not self.cuda and has_nvidia_driver():
             found.append("this build holds CPU kernels alone, in a CUDA build of torch: nothing of it serves a GPU")
         if self.reason.startswith("the hooks of another build"):
             found.append(self.reason)
@@ -95,6 +95,11 @@ class HooksStatus:
         for pattern, why in self.refused_models.items():
             lines.append(f"  refused        {pattern}: {why}")
         return "\n".join(lines)
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this Linux machine can have a CUDA device. Asking torch would start CUDA, which later forks forbid."""
+    return os.path.exists("/dev/nvidiactl")
 
 
 def variant() -> str:

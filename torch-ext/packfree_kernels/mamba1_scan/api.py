@@ -179,8 +179,8 @@ def mamba_inner_fn(
         ``[B, T, H]``, 0 on padding.
 
     Gradients: every tensor. Made of this package's convolution and scan, which give a sequence the same bits packed or
-    alone, with any number of threads, and of PyTorch's matrix products and norms, which may round by the numbers of rows
-    and threads.
+    alone, with any number of threads, and of PyTorch's matrix products and norms, which may round by the numbers of
+    rows and threads.
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape, or malformed boundaries.

@@ -77,8 +77,8 @@ def mamba_split_conv1d_scan_combined(
         ``[N, H, P, S]`` in fp32. Padding tokens give 0.
 
     Precision: the scan and the norm compute in fp32; tensors between the steps have the dtype of ``zxbcdt``.
-    Determinism: convolution and scan give a sequence the same bits packed or alone, with any number of threads. The norm
-    and the output projection are PyTorch's, which may round by the numbers of rows and threads.
+    Determinism: convolution and scan give a sequence the same bits packed or alone, with any number of threads. The
+    norm and the output projection are PyTorch's, which may round by the numbers of rows and threads.
     Gradients: of every tensor but the boundaries.
 
     Raises:
