@@ -9,16 +9,30 @@ from transformers.integrations.hub_kernels import allow_all_hub_kernels
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.tiny_models import (
+    MODELS,
     NAME,
     alone,
     assert_gradients_equal,
     assert_logits_equal,
+    build,
     check_packed_equals_alone,
+    config,
+    load,
     pack,
     run,
     samples,
 )
-from tests.tiny_ropes import LENGTHS, ORIGINAL, ROPES, build_rope, changes, reference
+from tests.tiny_ropes import (
+    KINDS,
+    LENGTHS,
+    ORIGINAL,
+    ROPES,
+    build_rope,
+    changes,
+    each_alone,
+    reference,
+    rope_changes,
+)
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -49,6 +63,16 @@ def packed_alone(length, index):
 def test_packed_equals_alone_c61(name):
     """C61: samples on both sides of the original length, in training, recomputed and in evaluation, however told."""
     check_packed_equals_alone(ROPES[name][0], reference(name), NAME, LENGTHS, **changes(name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_type", [name for name in MODELS if rope_changes(config(name), "linear")])
+def test_every_type_with_every_kind_of_table(model_type, kind):
+    """All types of the matrix of models that rotate, whether or not the kind of their tables depends on a length."""
+    more = rope_changes(config(model_type), kind)
+    with torch.no_grad():
+        got = load(model_type, **more).train()(**pack(lengths=LENGTHS)).logits[0]
+    assert_logits_equal(got, each_alone(build(model_type, "eager", **more).train()))
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -165,3 +189,11 @@ def test_unknown_rope_that_depends_on_the_length_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot be trained on packed samples: .*'my_dynamic'"):
         model(**pack(lengths=LENGTHS))
     model(**alone([ORIGINAL + 1])[0])
+
+
+def test_leak_report_compares_with_fresh_tables(kernel):
+    """The samples alone, one after another, are not compared with tables that a longer one left behind."""
+    model = load_rope("llama dynamic").eval()
+    report = kernel.leak_report(model, pack(lengths=LENGTHS))
+    assert not report.leaks
+    assert report.verdict == "apart"

@@ -5,7 +5,7 @@ Gemma 3's kind one for each type of layer. Up to ``ORIGINAL`` tokens a sample ha
 """
 
 import copy
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -87,3 +87,43 @@ def reference(name: str, lengths: List[int] = LENGTHS) -> Tuple[Tensor, Dict[str
     names = {parameter for one in gradients for parameter in one}
     zero = torch.zeros(())
     return torch.cat(logits), {name: sum((one.get(name, zero) for one in gradients), zero) for name in names}
+
+
+# Rope kinds whose tables do not depend on a length; each shows that its packs stay right.
+FIXED: Dict[str, Dict[str, Any]] = {
+    "linear": dict(rope_type="linear", rope_theta=1e4, factor=4.0),
+    "yarn": dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=ORIGINAL),
+    "llama3": dict(
+        rope_type="llama3",
+        rope_theta=1e4,
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=ORIGINAL,
+    ),
+    "proportional": dict(rope_type="proportional", rope_theta=1e4, factor=4.0),
+}
+KINDS: Dict[str, Dict[str, Any]] = {"longrope": LONGROPE, "dynamic": DYNAMIC, **FIXED}
+# What a type's own parameters keep beside those of a kind. The whole head is rotated: four frequencies, not one.
+_KEPT = {"mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+
+
+def rope_changes(config: Any, kind: str) -> Optional[Dict[str, Any]]:
+    """What makes the rotary tables of ``config`` those of ``kind``; None where it has none."""
+    own = getattr(config, "rope_parameters", None)
+    if not isinstance(own, dict):
+        return None
+
+    def of_kind(before: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+        return {**copy.deepcopy(KINDS[kind]), **{name: value for name, value in _KEPT.items() if name in (before or {})}}
+
+    nested = any(isinstance(value, dict) for value in own.values())
+    parameters = {layer: of_kind(before) for layer, before in own.items()} if nested else of_kind(own)
+    return dict(rope_parameters=parameters, max_position_embeddings=ORIGINAL if kind == "dynamic" else 64)
+
+
+def each_alone(model: torch.nn.Module, lengths: List[int] = LENGTHS) -> Tensor:
+    """Logits of samples of ``lengths``, each through a copy of ``model`` that has seen no other."""
+    rows = [torch.tensor([sample["input_ids"]]) for sample in samples(lengths)]
+    with torch.no_grad():
+        return torch.cat([copy.deepcopy(model)(input_ids=row).logits[0] for row in rows])

@@ -281,3 +281,15 @@ def long_frequencies(
         found = found.to(device)
         setattr(module, name, found)
     return found
+
+
+def forget_lengths(model: Any) -> None:
+    """Give dynamic rotary tables of ``model``, which keep what a long sample chose, back their first frequencies."""
+    for module in model.modules():
+        if not hasattr(module, "max_seq_len_cached") or not hasattr(module, "original_max_seq_len"):
+            continue
+        for name, original in list(module.named_buffers(recurse=False)):
+            if name.endswith("original_inv_freq"):
+                module.register_buffer(name.replace("original_", ""), original.clone(), persistent=False)
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            setattr(module, name, module.original_max_seq_len)

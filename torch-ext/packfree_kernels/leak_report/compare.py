@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..hooks import internals
 from .batch import Pack
 from .layers import is_routed
 from .watch import Call, Feed, Run, Watch
@@ -68,8 +69,11 @@ class Comparer:
 
     def alone(self) -> Run:
         """The samples' own forwards, laid one after the other; raises what the model raises."""
-        inputs = zip(self._pack.alone, self._pack.bounds)
-        runs = [self._watch.run(lambda kw=kw: self._model(**kw), eos - bos) for kw, (bos, eos) in inputs]
+        runs = []
+        for inputs, (bos, eos) in zip(self._pack.alone, self._pack.bounds):
+            # Transformers' dynamic rotary tables would carry the length of a longer sample into this one.
+            internals.forget_lengths(self._model)
+            runs.append(self._watch.run(lambda inputs=inputs: self._model(**inputs), eos - bos))
         joined = []
         for calls in zip(*(run.calls for run in runs)):
             call = Call(calls[0].place, calls[0].layer, _joined([call.given for call in calls]), ())
