@@ -115,7 +115,8 @@ def rope_changes(config: Any, kind: str) -> Optional[Dict[str, Any]]:
         return None
 
     def of_kind(before: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-        return {**copy.deepcopy(KINDS[kind]), **{name: value for name, value in _KEPT.items() if name in (before or {})}}
+        kept = {name: value for name, value in _KEPT.items() if name in (before or {})}
+        return {**copy.deepcopy(KINDS[kind]), **kept}
 
     nested = any(isinstance(value, dict) for value in own.values())
     parameters = {layer: of_kind(before) for layer, before in own.items()} if nested else of_kind(own)
