@@ -13,7 +13,7 @@ import threading
 import warnings
 from typing import Set
 
-from . import functions, guards, internals, patches
+from . import adapters, functions, guards, internals, patches
 from .late_import import ImportWatch
 from .status import HooksStatus
 
@@ -38,6 +38,7 @@ def _install_late() -> None:
 
 
 _watch = ImportWatch(internals.MODEL_MODULE, _install_late)
+_watch_peft = ImportWatch(adapters.PEFT_MODULE, lambda: patches.peft_imported())
 
 
 def install_hooks() -> HooksStatus:
@@ -51,6 +52,8 @@ def install_hooks() -> HooksStatus:
             _install_now()
         else:
             _watch.start()
+        if adapters.loaded() is None:
+            _watch_peft.start()
         return hooks_status()
 
 
@@ -62,6 +65,7 @@ def remove_hooks() -> HooksStatus:
     """
     with _lock:
         _watch.stop()
+        _watch_peft.stop()
         if patches.is_active():
             patches.remove()
             delattr(internals.model_base(), _OWNER)

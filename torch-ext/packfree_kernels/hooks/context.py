@@ -11,7 +11,10 @@ recomputed in a thread of the autograd engine.
 import threading
 from typing import Any, NamedTuple, Optional, Tuple
 
+import torch
 from torch import Tensor
+
+from .. import packing
 
 
 class Boundaries(NamedTuple):
@@ -95,3 +98,9 @@ def results() -> Optional[int]:
 
 def set_results(results: Optional[int]) -> None:
     _slot.results = results
+
+
+def is_one_sample(here: Boundaries, wait: bool = False) -> bool:
+    """Whether the row is one sample without padding, where that can be read; ``wait`` says to wait for a GPU."""
+    readable = packing.has_values(here.cu_seqlens) if wait else packing.reads_values(here.cu_seqlens)
+    return here.batch == 1 and readable and torch.unique_consecutive(here.cu_seqlens).tolist() == [0, here.length]

@@ -86,10 +86,10 @@ def serve(cls: type, stock: Callable, names: Tuple[str, ...]) -> Callable:
             return stock(self, **call)
         place, why_not = head_kinds.place_of(self, reads)
         if why_not:
-            if not _is_one_sample(here, wait=True):
+            if not context.is_one_sample(here, wait=True):
                 raise _refused(self, why_not)
             place = None
-        if place is None or _is_one_sample(here):
+        if place is None or context.is_one_sample(here):
             return stock(self, **call)
         return _run(self, stock, call, here, place)
 
@@ -125,7 +125,12 @@ def _first_tokens(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         here = context.current()
-        if here is None or hidden_states.dim() != 3 or not here.fit(*hidden_states.shape[:2]) or _is_one_sample(here):
+        if (
+            here is None
+            or hidden_states.dim() != 3
+            or not here.fit(*hidden_states.shape[:2])
+            or context.is_one_sample(here)
+        ):
             return stock(self, hidden_states, *args, **kwargs)
         samples = _samples(type(self).__name__, here, context.results())
         return stock(self, hidden_states.flatten(0, 1)[samples.first][:, None], *args, **kwargs)
@@ -268,12 +273,6 @@ def _count(here: Boundaries) -> int:
     return here.batch if count == here.batch * here.length else count
 
 
-def _is_one_sample(here: Boundaries, wait: bool = False) -> bool:
-    """Whether the row is one sample without padding, where that can be read; ``wait`` says to wait for a GPU."""
-    readable = packing.has_values(here.cu_seqlens) if wait else packing.reads_values(here.cu_seqlens)
-    return here.batch == 1 and readable and torch.unique_consecutive(here.cu_seqlens).tolist() == [0, here.length]
-
-
 # ---- refusals ----
 
 
@@ -289,7 +288,7 @@ def _refused(model: Any, why: str) -> ValueError:
 
 def _refuse_answers(model: Any, call: Call, here: Boundaries) -> None:
     """Spans of answers are scored by a softmax over the row."""
-    if call.get("start_positions") is None or _is_one_sample(here, wait=True):
+    if call.get("start_positions") is None or context.is_one_sample(here, wait=True):
         return
     raise _refused(model, "its loss, for which it was given start_positions, is a softmax over all tokens of the row")
 

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import Tensor
 
-from . import boundaries, context, counts, experts, functions, guards, heads, internals, recompute, rotary
+from . import adapters, boundaries, context, counts, experts, functions, guards, heads, internals, recompute, rotary
 from .undo import UndoList
 
 _active = [False]
@@ -45,6 +45,12 @@ def install() -> None:
     _undo.replace(entry, "get_target_dtype", _target_dtype(entry.get_target_dtype))
 
 
+def peft_imported() -> None:
+    """PEFT has come after the hooks."""
+    if _active[0]:
+        adapters.wrap_forwards(_undo, is_active)
+
+
 def remove() -> None:
     _active[0] = False
     _undo.undo_all()
@@ -71,6 +77,7 @@ def _replace_functions() -> None:
     """Replace what does not depend on a model's class, in modules that have been loaded since the last time."""
     _count_as_flash()
     experts.make_traceable(_undo)
+    adapters.wrap_forwards(_undo, is_active)
     rotary.make_per_sample(_undo)
     counts.make_per_sample(_undo)
     _replace_mixing_functions()
