@@ -108,6 +108,17 @@ def test_generation_from_prompts_of_several_turns(model_type, without_hooks):
             assert torch.equal(model.generate(**call), expected), (name, attention)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "lfm2", "bamba"])
+def test_generation_in_steps_of_several_tokens(model_type):
+    """Tokens that come several at a time beside a cache: guesses from the prompt, and a prompt read in chunks."""
+    model, stock = load(model_type).eval(), build(model_type, "eager").eval()
+    prompt = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])
+    expected = stock.generate(prompt, **{**GREEDY, "max_new_tokens": 6})
+    for arguments in (dict(prompt_lookup_num_tokens=3), dict(prefill_chunk_size=4)):
+        if model_type == "llama" or "prefill_chunk_size" in arguments:  # states cannot be rolled back
+            assert torch.equal(model.generate(prompt, **{**GREEDY, "max_new_tokens": 6}, **arguments), expected)
+
+
 @pytest.mark.parametrize("model_type", [name for name in MODELS if name not in (*ENCODERS, *WITHOUT_ATTENTION)])
 def test_static_cache_c93(model_type):
     """C93: the tokens of a dynamic cache under eager attention, one prompt and a left-padded batch."""

@@ -183,22 +183,24 @@ def _counted(
     wants_no_cache = cache is None and (getattr(model, "training", False) or call.get("use_cache") is False)
     if positions is None or (batch.length == 1 and not wants_no_cache):
         return None
-    if mask.prepared and cache in internals.CACHE_KEYWORDS:
+    if mask.prepared and spellings.has_cache(call):
         return None  # generate() prepares masks for static caches, and what was padding is only in them
+    # transformers' own attention honours such a mask, whatever it says.
+    honoured = mask.prepared and not guards.uses_our_attention(model)
     several = (spellings.real_starts(positions, mask.real).sum(-1) > 1).any()
     # Beside a mask, or where a cache may be wanted, the values decide, on a GPU too; else a pack is a pack.
     decided_by_values = mask.given or not wants_no_cache
     if packing.has_values(positions) if decided_by_values else packing.reads_values(positions):
         if not bool(several):
-            one_sample = batch.rows == 1 and wants_no_cache and not mask.prepared
-            if not one_sample or (mask.real is not None and _hides_tokens(mask.real)):
+            as_one_sample = batch.rows == 1 and wants_no_cache and not honoured
+            if not as_one_sample or (mask.real is not None and _hides_tokens(mask.real)):
                 return None
         elif cache is not None:
             raise _cache_error(op, call, cache)
     elif cache is not None or (batch.rows > 1 and mask.real is not None):
         torch._assert_async(~several, "position_ids must not pack samples beside a cache or a padded batch")
         return None
-    if mask.prepared and not guards.uses_our_attention(model):
+    if honoured:
         completion.check_prepared_mask(op, call["attention_mask"], positions)
     else:
         _drop_mask(op, call, mask)
@@ -249,6 +251,7 @@ def _drop_mask(op: str, call: Call, mask: Mask) -> None:
     elif mask.real is not None and _hides_tokens(mask.real):
         got = "one that masks tokens"
     else:
-        call["attention_mask"] = None
+        if call.get("attention_mask") is not None:
+            call["attention_mask"] = None
         return
     raise value_error(op, "attention_mask", "be left out or mask nothing in a packed call", got)

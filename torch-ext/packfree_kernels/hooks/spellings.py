@@ -62,6 +62,11 @@ def batch_of(call: Call) -> Optional[Batch]:
     return Batch(tokens.shape[0], tokens.shape[1], tokens.device)
 
 
+def has_cache(call: Call) -> bool:
+    """Whether the call hands over a cache, full or empty."""
+    return any(call.get(name) is not None for name in internals.CACHE_KEYWORDS)
+
+
 def refuse_foreign_keywords(op: str, call: Call, signature: Signature) -> None:
     """Refuse keywords of other packages that tell boundaries: the model would drop them without a word."""
     for name, instead in internals.FOREIGN_BOUNDARY_KEYWORDS.items():
@@ -83,20 +88,19 @@ def read_positions(op: str, call: Call, batch: Batch) -> Optional[Tensor]:
     Positions ``[T]`` become one row in the call too, since rotary embeddings want rows.
 
     Raises:
-        TypeError, ValueError: positions that say nothing about these tokens.
+        TypeError, ValueError: positions that say nothing about these tokens. Beside a cache, where they may be meant
+            for others too, the model is left to judge.
     """
     positions = call.get("position_ids")
     if positions is None:
         return None
-    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
-        got = str(positions.dtype).replace("torch.", "") if isinstance(positions, Tensor) else type(positions).__name__
-        raise type_error(op, "position_ids", "be an integer tensor", got)
+    unfit = _unfit(op, positions, batch)
+    if unfit is not None:
+        if has_cache(call):
+            return None
+        raise unfit
     rows, length, _ = batch
-    shape = tuple(positions.shape)
-    if len(shape) not in (1, 2, 3) or shape[-1] != length or (len(shape) > 1 and shape[-2] not in (1, rows)):
-        must = f"have shape [T], [1, T], [B, T], [3, B, T] or [4, B, T] with B, T = {(rows, length)}"
-        raise value_error(op, "position_ids", must, shape)
-    if len(shape) == 1:
+    if positions.dim() == 1:
         call["position_ids"] = positions = positions[None]
     if positions.dtype not in (torch.int32, torch.int64):
         positions = positions.long()  # narrow ones would wrap around where they are compared
@@ -105,6 +109,18 @@ def read_positions(op: str, call: Call, batch: Batch) -> Optional[Tensor]:
         _refuse_other_rows(op, positions)
         return None
     return positions
+
+
+def _unfit(op: str, positions: Any, batch: Batch) -> Optional[Exception]:
+    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
+        got = str(positions.dtype).replace("torch.", "") if isinstance(positions, Tensor) else type(positions).__name__
+        return type_error(op, "position_ids", "be an integer tensor", got)
+    rows, length, _ = batch
+    shape = tuple(positions.shape)
+    if len(shape) in (1, 2, 3) and shape[-1] == length and (len(shape) == 1 or shape[-2] in (1, rows)):
+        return None
+    must = f"have shape [T], [1, T], [B, T], [3, B, T] or [4, B, T] with B, T = {(rows, length)}"
+    return value_error(op, "position_ids", must, shape)
 
 
 def _refuse_other_rows(op: str, positions: Tensor) -> None:
@@ -169,13 +185,16 @@ def read_mask(op: str, call: Call, batch: Batch) -> Mask:
     if mask.dtype != torch.bool and length > 1:
         if not packing.has_values(mask):
             ordinary = ((mask == 0) | (mask == 1)).all()
-            torch._assert_async(ordinary, "attention_mask must hold 0 and 1 (sample numbers are not traced)")
+            torch._assert_async(
+                ordinary, "attention_mask must hold 0 and 1 while tracing; pass sample numbers as seq_idx"
+            )
         elif _numbers_samples(op, mask):
-            numbers = _checked_numbers(op, mask, length).to(batch.device)
+            _check_numbers(op, mask, length)
+            numbers = mask.to(batch.device)
             return Mask(real=numbers != 0, numbers=numbers)
         elif not mask.is_floating_point() and int(mask.max()) > 1:
             call["attention_mask"] = mask = (mask != 0).to(mask.dtype)
-    if mask.shape[1] > length and all(call.get(name) is None for name in internals.CACHE_KEYWORDS):
+    if mask.shape[1] > length and not has_cache(call):
         return Mask(prepared=True)
     return Mask(real=mask[:, -length:].to(batch.device, torch.bool))
 
@@ -196,8 +215,8 @@ def _numbers_samples(op: str, mask: Tensor) -> bool:
     return bool((smallest < mask.amax(-1)).any())
 
 
-def _checked_numbers(op: str, mask: Tensor, length: int) -> Tensor:
-    """Sample numbers ``[B, T]`` that never decrease along a row; padding lies between samples, not inside one."""
+def _check_numbers(op: str, mask: Tensor, length: int) -> None:
+    """Sample numbers ``[B, T]`` never decrease along a row; padding lies between samples, not inside one."""
     if mask.shape[1] != length:
         must = f"have one column for each of the {length} tokens where it holds sample numbers"
         raise value_error(op, "attention_mask", must, f"shape {tuple(mask.shape)}")
@@ -215,7 +234,6 @@ def _checked_numbers(op: str, mask: Tensor, length: int) -> Tensor:
             row, token = (int(value) for value in bad.nonzero()[0])
             got = f"{int(mask[row, token])} after {int(last[row, token])} at row {row}, token {token}"
             raise value_error(op, "attention_mask", must, got)
-    return mask
 
 
 def labels_of_numbers(numbers: Tensor) -> Tensor:
