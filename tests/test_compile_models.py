@@ -108,6 +108,18 @@ def test_checks_what_it_cannot_read():
             hybrid(**pack(), use_cache=True)
 
 
+def test_sample_numbers_are_not_traced():
+    """A mask of sample numbers has the form of an ordinary one; the graph of the ordinary one refuses it."""
+    torch._dynamo.reset()
+    model = torch.compile(load("mamba", num_hidden_layers=1).eval(), fullgraph=True, backend="eager")
+    ids = pack("mamba")["input_ids"]
+    with torch.no_grad():
+        ones = torch.ones_like(ids)
+        assert_logits_equal(model(ids, attention_mask=ones).logits, model._orig_mod(ids).logits)
+        with pytest.raises(RuntimeError, match="attention_mask must hold 0 and 1 .* seq_idx"):
+            model(ids, attention_mask=1 + (torch.arange(ids.shape[1])[None] > 9).long())
+
+
 def test_offsets_of_keys_are_those_of_the_samples():
     """Compiled, nobody can compare cu_seq_lens_k with cu_seq_lens_q; another one must not reach the attention."""
     torch._dynamo.reset()

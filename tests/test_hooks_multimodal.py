@@ -73,6 +73,26 @@ def test_three_rotary_rows_do_not_cut_a_mask(models):
         models[1](**batch)
 
 
+def test_generation_from_padded_prompts_with_an_image(models):
+    """Rotary rows that stand still or jump at an image, and padding around them, are no pack beside a cache."""
+    prompts = [[5, 6, START, *[IMAGE] * 4, END, 7, 8, 9], [10, 11, 12], [13, START, *[IMAGE] * 4, END, 14]]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    call = dict(
+        input_ids=ids,
+        attention_mask=(ids != 0).long(),
+        mm_token_type_ids=(ids == IMAGE).int(),
+        pixel_values=torch.randn(32, 3 * 2 * PATCH * PATCH, generator=torch.Generator().manual_seed(2)),
+        image_grid_thw=GRID.repeat(2, 1),
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    model, stock = models
+    for arguments in (dict(), dict(num_beams=2), dict(cache_implementation="static")):
+        assert torch.equal(model.generate(**call, **arguments), stock.generate(**call, **arguments)), arguments
+
+
 @pytest.mark.parametrize("handed_on", [False, True])
 def test_packs_with_images(models, handed_on, monkeypatch):
     """The tower's patches are not cut where the text is, even if a model hands it the text's keywords."""
