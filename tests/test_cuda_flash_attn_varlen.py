@@ -57,7 +57,7 @@ def test_no_value_is_read(kernel, name):
     for dtype in (torch.float32, torch.bfloat16):
         with fake_cuda(), launcher.recorded(target) as launches:
             sinks = dict(s_aux=fake(torch.empty(4)), softcap=3.0, window_left=7)
-            dropout = dict(seed=torch.empty(1, dtype=torch.int64), dropout_p=0.1)
+            dropout = dict(seed=fake(torch.empty(1, dtype=torch.int64)), dropout_p=0.1)
             for changes in (sinks, dropout):
                 out, lse, dq, dk, dv, ds_aux = call_on_fake_cuda(kernel, dtype, dims=(72, 40), **changes)
                 assert out.shape == (300, 4, 40) and lse.shape == (4, 300) and dq.shape == (300, 4, 72)
@@ -138,6 +138,28 @@ def test_deterministic_argument_reaches_the_choice(kernel, monkeypatch, determin
         kernel.flash_attn_varlen_func(q, q, q, [0, 5], deterministic=deterministic).sum().backward()
         kernel.flash_attn_func(q[None], q[None], q[None], deterministic=deterministic).sum().backward()
     assert [seed is not None for seed in seeds] == [deterministic] * 4
+
+
+class Seeds(torch.utils._python_dispatch.TorchDispatchMode):
+    """The seeds that our attention ops are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        names = [argument.name for argument in function._schema.arguments]
+        if "seed" in names and "flash_attn_varlen" in function._schema.name:
+            self.given.append(args[names.index("seed")])
+        return function(*args, **(kwargs or {}))
+
+
+def test_dropout_takes_nothing_from_the_host(kernel):
+    """A seed of the CPU would be copied in every call, and frozen in a CUDA graph."""
+    with fake_cuda(), Seeds() as seeds:
+        q, offsets = torch.empty(8, 2, 16, device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
+        kernel.flash_attn_varlen_func(q, q, q, offsets, dropout_p=0.1)
+    assert [seed.device.type for seed in seeds.given] == ["cuda"]
 
 
 class PyTorchKernels:

@@ -62,19 +62,19 @@ def test_matches_reference_in_half_precision(case):
     properties.check_against_reference(op_under_test(case), AROUND, torch.float16)
 
 
-@pytest.mark.parametrize("gpu", ["SM90", "GFX942"])
-def test_matches_reference_in_every_plan(launch, chunk, monkeypatch, gpu):
+@pytest.mark.parametrize("gpu, dtype", [("SM90", torch.bfloat16), ("GFX942", torch.float16)], ids=str)
+def test_matches_reference_in_every_plan(launch, chunk, monkeypatch, gpu, dtype):
     """Newer GPUs take longer chunks and larger tiles."""
     few = dataclasses.replace(getattr(launch, gpu), multiprocessors=3)
     monkeypatch.setattr(launch, "_INTERPRETER", few)
-    plan = chunk.plan_for(torch.empty(1, dtype=torch.float16))
+    plan = chunk.plan_for(torch.empty(1, dtype=dtype))
     assert plan.chunk != EDGE
     case = Case("wide", heads=1, groups=1, head_dim=70, state_dim=66, skip="channel")
     pack = Pack("around this plan's edge", (plan.chunk + 1, 2), padding=3)
-    properties.check_against_reference(op_under_test(case), pack, torch.float16)
+    properties.check_against_reference(op_under_test(case), pack, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_packed_equals_alone(dtype):
     pack = Pack("an edge and gaps", (3, 0, EDGE + 1, 0, 1), padding=2)
     properties.check_packed_equals_alone(op_under_test(FEW_HEADS), pack, dtype)

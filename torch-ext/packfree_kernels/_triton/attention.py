@@ -93,9 +93,9 @@ def with_padding(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.nn.functional.pad(cu_seqlens, (0, 1), value=tokens)
 
 
-def seed_on(seed: Optional[Tensor], dropout_p: float, device: torch.device) -> Optional[Tensor]:
-    """Dropout's seed where a kernel can read it; the host waits for nothing."""
-    return seed.to(device, non_blocking=True) if seed is not None and dropout_p > 0 else None
+def dropout_seed(seed: Optional[Tensor], dropout_p: float) -> Optional[Tensor]:
+    """The seed if a kernel is to read it. It was drawn on the tensors' device: nothing is copied there in a call."""
+    return seed if dropout_p > 0 else None
 
 
 def check_served(op: str, q: Tensor, v: Tensor) -> None:

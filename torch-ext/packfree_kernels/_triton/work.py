@@ -50,7 +50,8 @@ def cut_into_blocks(cu_seqlens: Tensor, tokens: int, size: int) -> Blocks:
     if most == 0:
         return Blocks(items, ends.new_zeros((1,)), ends.zero_(), size)
     count = cu_seqlens.new_empty((1,), dtype=torch.int32)
-    tiles = triton.cdiv(sequences, _TILE)
+    # Also without a sequence: somebody must write the count.
+    tiles = max(1, triton.cdiv(sequences, _TILE))
     launch(_count_blocks, tiles, cu_seqlens, ends, count, sequences, most, SIZE=size, TILE=_TILE)
     steps = sequences.bit_length()
     launch(_place_blocks, triton.cdiv(most, _TILE), ends, items, sequences, most, steps, TILE=_TILE)

@@ -56,8 +56,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: the same in ``k`` and ``v``, for as many sequences; None: ``cu_seqlens_q``.
         max_seqlen_q, max_seqlen_k: longest sequence, as int, 0-d tensor or None. Not needed and not relied upon.
         dropout_p: share of attention weights dropped, in ``[0, 1)``. The pattern is a hash of a seed drawn from torch's
-            CPU generator and of (index of the sequence, head, query, key), positions counted inside the sequence; so it
-            repeats under ``torch.manual_seed`` and in a checkpoint's recompute, and depends on the sequence's index.
+            generator of q's device and of (index of the sequence, head, query, key), positions counted inside the
+            sequence; so it repeats under ``torch.manual_seed`` and in a checkpoint's recompute, depends on the
+            sequence's index, and is another in each replay of a CUDA graph.
         softmax_scale: default ``K ** -0.5``.
         window_size: ``(left, right)``.
         softcap: 0 is off.
@@ -224,7 +225,7 @@ def _attend(
     left, right = window_size
     seed = None
     if dropout_p > 0:
-        seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64)
+        seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     elif deterministic:
         # To the op a seed means: results that repeat. Without dropout its value is not read.
         seed = torch.zeros((1,), dtype=torch.int64, device=q.device)

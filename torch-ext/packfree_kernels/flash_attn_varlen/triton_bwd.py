@@ -14,10 +14,10 @@ from .._triton.attention import (
     check_served,
     contiguous_rows,
     dropout_keep,
+    dropout_seed,
     dropout_streams,
     is_roomy,
     load_rows,
-    seed_on,
     store_rows,
     tanh,
     tile,
@@ -94,7 +94,7 @@ def flash_attn_varlen_bwd(
     delta = torch.empty_like(lse)
     call = Call.of(q, k, dropout_p, softmax_scale, window_left, window_right, softcap)
     dims = padded(key_dim), padded(value_dim)
-    seed = seed_on(seed, dropout_p, q.device)
+    seed = dropout_seed(seed, dropout_p)
     numbers = (call.inner, call.outer, call.left, call.right, call.threshold, call.keep_scale)
     constants = dict(
         K=key_dim, V=value_dim, BK=dims[0], BV=dims[1], SOFTCAP=softcap > 0, PRECISION=dot_precision(q)

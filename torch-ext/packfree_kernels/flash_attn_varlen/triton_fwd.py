@@ -15,10 +15,10 @@ from .._triton.attention import (
     check_served,
     contiguous_rows,
     dropout_keep,
+    dropout_seed,
     dropout_streams,
     is_roomy,
     load_rows,
-    seed_on,
     store_rows,
     tanh,
     tile,
@@ -73,7 +73,7 @@ def flash_attn_varlen_fwd(
     blocks = cut_into_blocks(with_padding(cu_seqlens_q, tokens), tokens, rows.tokens)
     launch(
         _forward, programs(q, blocks.most * kv_heads * rows.chunks, 8),
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, seed_on(seed, dropout_p, q.device),
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, dropout_seed(seed, dropout_p),
         blocks.items, blocks.count, cu_seqlens_q.shape[0] - 1, tokens, *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], call.inner, max(call.outer, 1e-30), call.left, call.right, call.threshold, call.keep_scale,
         kv_heads, **rows.constants, K=key_dim, V=value_dim, BK=dims[0], BV=dims[1], NEGATIVE=softmax_scale < 0,

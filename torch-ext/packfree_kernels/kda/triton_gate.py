@@ -112,14 +112,13 @@ def gate_gradients(
 
     Sums over tokens are torch's, whose order is fixed by the shape.
     """
-    absent = g.new_empty((0,))
     if a_log is None:
-        return d_log_decay, absent, absent
+        return d_log_decay, g.new_empty((0,)), g.new_empty((0,))
     dg, d_rates = torch.zeros_like(g), g.new_zeros(g.shape[:2])
     launch(_gate_gradients, sizes.chunk_programs(g, sizes.value_heads), g, a_log, dt_bias, _number(lower_bound),
            d_log_decay, cu_seqlens, sizes.blocks.items, sizes.blocks.count, dg, d_rates,
            **_constants(sizes, lower_bound))  # fmt: skip
-    return dg, d_rates.sum(0), absent if dt_bias is None else dg.sum(0)
+    return dg, d_rates.sum(0), g.new_empty((0,)) if dt_bias is None else dg.sum(0)
 
 
 def _number(lower_bound: Optional[float]) -> float:

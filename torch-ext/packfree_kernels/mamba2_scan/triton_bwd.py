@@ -76,17 +76,16 @@ def mamba2_scan_bwd(
         _group_gradients(scan, chunks, steps, states, scan.initial_state, dy, scan.B, False, dC)
     else:
         dA, dD, ddt_bias = (dt.new_zeros(shape) for shape in (A.shape, x.shape[1:], A.shape))
-    absent = dt.new_empty((0,))
     return (
         dx,
         ddt,
         dA,
         dB,
         dC,
-        absent if D is None else dD,
+        dt.new_empty((0,)) if D is None else dD,
         x.new_empty((0,)) if dz is None else dz,
-        absent if dt_bias is None else ddt_bias,
-        absent if dinitial_state is None else dinitial_state,
+        dt.new_empty((0,)) if dt_bias is None else ddt_bias,
+        dt.new_empty((0,)) if dinitial_state is None else dinitial_state,
     )
 
 
