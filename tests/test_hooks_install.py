@@ -129,7 +129,7 @@ def test_a_second_build_does_not_stack(kernel, tmp_path):
     for name in ("packing.py", "_checks.py", "_devices.py"):
         shutil.copy(source / name, package / name)
     (package / "causal_conv1d").mkdir()
-    (package / "causal_conv1d" / "api.py").write_text("WIDTHS = range(2, 9)\n")
+    (package / "causal_conv1d" / "api.py").write_text("WIDTHS = range(2, 9)\nACTIVATIONS = ()\n")
     (package / "_ops.py").write_text(
         "ops = None\ndef add_op_namespace_prefix(name): return 'other_packfree_build::' + name\n"
     )
@@ -350,7 +350,7 @@ def test_convolution_that_is_too_wide_is_refused():
 
 
 def test_attention_that_a_flash_kernel_cannot_express_is_refused():
-    with allow_all_hub_kernels(), pytest.raises(ValueError, match='BloomModel.*attn_implementation="eager"'):
+    with allow_all_hub_kernels(), pytest.raises(ValueError, match='BloomForCausalLM.*attn_implementation="eager"'):
         AutoModelForCausalLM.from_config(
             transformers.BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=4), attn_implementation=NAME
         )

@@ -70,8 +70,19 @@ def boundaries_of_call(model: Any, call: Call, signature: Signature) -> Optional
         if cu_seqlens is None:
             completion.refuse_lone_longest(op, call, batch)
             return None
-    guards.refuse_packed(model)
+    if guards.why_not_packed(model):
+        if _one_sample_a_row(cu_seqlens, batch):
+            return None
+        guards.refuse_packed(model)
     return completion.complete(model, op, call, signature, cu_seqlens, batch)
+
+
+def _one_sample_a_row(cu_seqlens: Tensor, batch: Batch) -> bool:
+    """Whether it is known that nothing is packed; what is no pack needs no boundaries and is not refused."""
+    if not packing.reads_values(cu_seqlens):
+        return False
+    ends = torch.unique_consecutive(cu_seqlens).tolist()
+    return ends == list(range(0, batch.tokens + 1, batch.length))
 
 
 # ---- boundaries that are told ----

@@ -25,11 +25,7 @@ def complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens: 
     seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, batch.tokens).view(rows, length)
     max_length = _longest(op, call, cu_seqlens, batch)
     config = internals.text_config(model)
-    if (
-        call.get("position_ids") is None
-        and "position_ids" in signature.names
-        and config is getattr(model, "config", None)
-    ):
+    if call.get("position_ids") is None and _may_count_positions(model, call, signature):
         call["position_ids"] = _count_positions(model, cu_seqlens, seq_idx)
     _check_positions(model, op, call, cu_seqlens, batch)
     if signature.any_keyword:
@@ -47,6 +43,15 @@ def complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens: 
         # Padding at the end of a row that is not the last is a sequence of its own in the offsets.
         seq_idx = torch.where(call["seq_idx"].to(seq_idx.device) < 0, -1, seq_idx)
     return Boundaries(cu_seqlens, seq_idx, rows, length, max_length, op, type(config))
+
+
+def _may_count_positions(model: Any, call: Call, signature: Signature) -> bool:
+    """Whether ``model`` takes positions that each sample's tokens have by their order alone, which images do not."""
+    takes = "position_ids" in signature.names or (signature.any_keyword and guards.facts(model).takes_positions)
+    if not takes or internals.text_config(model) is getattr(model, "config", None):
+        return takes
+    others = (name for name in call if call[name] is not None and name not in internals.TEXT_KEYWORDS)
+    return call.get("input_ids") is not None and not any(isinstance(call[name], Tensor) for name in others)
 
 
 def _longest(op: str, call: Call, cu_seqlens: Tensor, batch: Batch) -> int:
@@ -100,7 +105,7 @@ def _check_positions(model: Any, op: str, call: Call, cu_seqlens: Tensor, batch:
 def _count_positions(model: Any, cu_seqlens: Tensor, seq_idx: Tensor) -> Tensor:
     """``[B, T]``: each token's place in its sequence. Label -1 (tail padding) reads the last offset."""
     index = torch.arange(seq_idx.numel(), device=seq_idx.device).view(seq_idx.shape)
-    return index - cu_seqlens[seq_idx.long()] + internals.first_position(model)
+    return index - cu_seqlens[seq_idx.long()] + internals.first_position(model, guards.facts(model).counter)
 
 
 def check_prepared_mask(op: str, mask: Any, positions: Tensor) -> None:

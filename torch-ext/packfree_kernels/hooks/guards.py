@@ -17,11 +17,15 @@ class Facts(NamedTuple):
         takes_positions: position_ids reach the model or a model inside it; BART's kind counts positions itself.
         mixes_tokens: it calls functions that the hooks replace.
         leaks: why its packed result would be wrong whatever the hooks do, or an empty string.
+        two_sequences: an encoder and a decoder, each with samples of its own, of which boundaries tell one.
+        counter: name of the module that counts positions from its padding index on, or an empty string.
     """
 
     takes_positions: bool
     mixes_tokens: bool
     leaks: str
+    two_sequences: bool = False
+    counter: str = ""
 
 
 # (class of the model, class of its text config) -> facts. A plain dictionary, because compiled forwards read it.
@@ -37,6 +41,8 @@ def note_model(model: Any, hooked_modules: AbstractSet[str]) -> None:
             takes_positions=any(internals.takes_positions(part) for part in parts),
             mixes_tokens=any(type(part).__module__ in hooked_modules for part in parts),
             leaks=found_in(model, internals.LEAKING_MODELS),
+            two_sequences=internals.reads_two_sequences(model),
+            counter=internals.position_counter(model),
         )
 
 
@@ -90,9 +96,17 @@ def _named(model: Any) -> str:
     return f"{type(model).__name__} (model type {internals.model_type(getattr(model, 'config', None))!r})"
 
 
+def why_not_packed(model: Any) -> str:
+    """Why samples of ``model`` cannot share a row, or an empty string."""
+    known = facts(model)
+    if known.two_sequences:
+        return "its encoder and its decoder each hold samples, and boundaries are told for one of them"
+    return known.leaks
+
+
 def refuse_packed(model: Any) -> None:
     """Raises ValueError if packed samples of ``model`` mix where no hook reaches."""
-    reason = facts(model).leaks
+    reason = why_not_packed(model)
     if reason:
         raise ValueError(
             f"{_named(model)} cannot be trained on packed samples: {reason}. Use padded batches "
@@ -101,7 +115,7 @@ def refuse_packed(model: Any) -> None:
 
 
 def check_loaded(model: Any) -> None:
-    """Check a model that has just been built.
+    """Check a model whose configuration names its attention, before its layers are built.
 
     A text model whose attention ours cannot express, or which leaks, must not come up under our attention: its results
     would be wrong without a word. A tower without token embeddings goes back to transformers' own attention instead,
@@ -120,16 +134,26 @@ def check_loaded(model: Any) -> None:
             f'{_named(model)} cannot run with attn_implementation="{name}": {reason}. Load it with '
             'attn_implementation="eager" and train it on padded batches'
         )
-    if getattr(model, "_supports_flash_attn", False) or not internals.has_attention(config):
+    why = _why_not_flash(model)
+    if not why or not internals.has_attention(config):
         return
     if hasattr(config, "vocab_size"):
         raise ValueError(
-            f'{_named(model)} cannot run with attn_implementation="{name}": transformers marks its attention as one '
-            'that flash-style kernels do not compute. Load it with attn_implementation="eager"'
+            f'{_named(model)} cannot run with attn_implementation="{name}": {why}. Load it with '
+            'attn_implementation="eager"'
         )
     stock = model.get_correct_attn_implementation(None, is_init_check=True)
     config._attn_implementation_internal = stock
     _towers[type(model).__name__] = stock
+
+
+def _why_not_flash(model: Any) -> str:
+    """Why the attention of ``model`` cannot be ours, or an empty string."""
+    if not getattr(model, "_supports_flash_attn", False):
+        return "transformers marks its attention as one that flash-style kernels do not compute"
+    if not internals.attention_is_open(model):
+        return "its modeling file computes attention in classes of its own, where no kernel of another name is called"
+    return ""
 
 
 def refused_models() -> Tuple[Tuple[str, str], ...]:

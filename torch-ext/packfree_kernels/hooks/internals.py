@@ -6,7 +6,9 @@ through its version check. What is relied on:
 - sequence-mixing functions are globals of ``modeling_*`` modules and are called through them. With ``kernels`` in use
   they are instances whose class has ``kernel_layer_name``; without it (or with ``USE_HUB_KERNELS=0``) they are plain
   functions named ``wrapped`` whose closure holds ``func_name``;
-- every model's ``__init__`` ends in ``PreTrainedModel.post_init`` and by then its attention kernel is loaded;
+- every model's ``__init__`` begins with ``PreTrainedModel.__init__``, which loads the attention kernel and then calls
+  ``_check_and_adjust_experts_implementation``, before any layer exists; it ends in ``PreTrainedModel.post_init``;
+- ``_can_set_attn_implementation()`` says whether a modeling file looks its attention up in transformers' table;
 - ``modeling_flash_attention_utils`` keeps the name and the functions of the last attention kernel in module globals;
 - ``PreTrainedModel._set_gradient_checkpointing(enable, gradient_checkpointing_func, ...)`` hands the function out;
 - experts in another dtype than bfloat16 are computed, compiled, by the operator ``transformers::grouped_mm_fallback``;
@@ -43,6 +45,8 @@ FOREIGN_BOUNDARY_KEYWORDS = {
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), f"{_OFFSETS} and the length as max_length_q"),
     "packed_seq_params": _OFFSETS,
 }
+# Tensors that a forward on text alone may be given.
+TEXT_KEYWORDS = (*BOUNDARY_KEYWORDS, "input_ids", "labels", "num_items_in_batch", "token_type_ids")
 # A cache that is in use under any of these names means generation; the last two belong to continuous batching.
 CACHE_KEYWORDS = ("past_key_values", "cache_params")
 PAGED_KEYWORDS = ("cache", "block_table")
@@ -55,6 +59,9 @@ MASK_WITHOUT_POSITIONS = ("granitemoehybrid",)
 # Model types (a trailing * stands for any ending) whose packed result is wrong outside the functions that can be
 # hooked, and what does it.
 LEAKING_MODELS = {
+    "fnet": "its Fourier transform mixes the tokens of the whole row",
+    "perceiver": "its latents read the tokens of the whole row",
+    "tipsv2": "it pools the tokens of the whole row into one embedding",
     "glm5_next*": "its sparse-attention indexer does not see sample boundaries",
     "qwen4_exp*": "its position embedding convolution and n-gram hash do not see sample boundaries",
     "minimax": "its lightning attention carries one state through the row",
@@ -65,7 +72,12 @@ LEAKING_MODELS = {
     "zaya": "its convolutional attention does not see sample boundaries",
 }
 # Attention that a flash-style kernel cannot express.
-ATTENTION_NOT_EXPRESSED = {"inkling*": "its attention adds a learned position bias"}
+ATTENTION_NOT_EXPRESSED = {
+    "inkling*": "its attention adds a learned position bias",
+    "paligemma": "the tokens of its prefix see each other in both directions",
+    "pegasus_x": "the local attention of its encoder needs a mask of another form than flash-style kernels get",
+    "t5gemma*": "the window of its encoder is one token wider than the one that flash-style kernels get",
+}
 
 
 def loaded() -> bool:
@@ -174,17 +186,38 @@ def activation(name: str) -> Callable:
     return ACT2FN[name]
 
 
+def attention_is_open(model: Any) -> bool:
+    """Whether the modeling file of ``model`` calls attention through transformers' table of implementations."""
+    return bool(type(model)._can_set_attn_implementation())
+
+
+def reads_two_sequences(model: Any) -> bool:
+    """Whether ``model`` is an encoder with a decoder; the decoder of BART's kind alone is none."""
+    takes_both = "decoder_input_ids" in inspect.signature(type(model).forward).parameters
+    return takes_both and bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def takes_positions(module: Any) -> bool:
     """Whether ``module`` is a model whose forward names ``position_ids``."""
     return isinstance(module, model_base()) and "position_ids" in inspect.signature(type(module).forward).parameters
 
 
-def first_position(model: Any) -> int:
-    """The position of a sample's first token: 0, or ``padding_idx + 1`` in embeddings of the RoBERTa kind."""
-    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    embedding = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
-    padding = getattr(embedding, "padding_idx", None)
-    return 0 if padding is None else padding + 1
+def position_counter(model: Any) -> str:
+    """Name of the module inside ``model`` that counts positions from its ``padding_idx + 1``, or an empty string."""
+    for name, part in model.named_modules():
+        counts = hasattr(type(part), "create_position_ids_from_input_ids") or name.endswith(".position_embeddings")
+        if counts and isinstance(getattr(part, "padding_idx", None), int):
+            return name
+    return ""
+
+
+def first_position(model: Any, counter: Optional[str] = None) -> int:
+    """The position of a sample's first token: 0, or ``padding_idx + 1`` in embeddings of the RoBERTa kind.
+
+    ``counter`` is what :func:`position_counter` says, where it is known already.
+    """
+    name = position_counter(model) if counter is None else counter
+    return model.get_submodule(name).padding_idx + 1 if name else 0
 
 
 def current_attention_kernel() -> Tuple[Optional[str], Optional[Callable]]:

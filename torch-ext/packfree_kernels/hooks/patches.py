@@ -37,7 +37,10 @@ def install() -> None:
     for cls in internals.model_classes():
         _wrap_forward(cls)
     _undo.replace(base, "__init__", _init(base.__init__))
+    check = base._check_and_adjust_experts_implementation
+    _undo.replace(base, "_check_and_adjust_experts_implementation", _behind_attention_check(check))
     _undo.replace(base, "post_init", _post_init(base.post_init))
+    _undo.replace(base, "set_attn_implementation", _set_attention(base.set_attn_implementation))
     _undo.replace(base, "_set_gradient_checkpointing", _set_checkpointing(base._set_gradient_checkpointing))
     utils = internals.flash_utils()
     _undo.replace(utils, "fa_peft_integration_check", _cast_check(utils.fa_peft_integration_check))
@@ -194,10 +197,48 @@ def _post_init(stock: Callable) -> Callable:
             _replace_functions()
             _register_attention()
             guards.note_model(self, _hooked_modules)
-            guards.check_loaded(self)
         stock(self, *args, **kwargs)
 
     return post_init
+
+
+def _behind_attention_check(stock: Callable) -> Callable:
+    """The first method of ``PreTrainedModel`` that runs when a model's attention is known, and no layer is built yet.
+
+    Some models pick the class of their layers by the name of the attention, so post_init is too late for a refusal; and
+    the package may have been loaded a moment ago, by this model, so a wrapped ``__init__`` is too early.
+    """
+
+    @functools.wraps(stock)
+    def _check_and_adjust_experts_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _active[0]:
+            _register_attention()
+            guards.check_loaded(self)
+        return stock(self, *args, **kwargs)
+
+    return _check_and_adjust_experts_implementation
+
+
+def _set_attention(stock: Callable) -> Callable:
+    """A model that is switched to our attention is checked like one built with it, and switched back if refused."""
+
+    @functools.wraps(stock)
+    def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = {part: part.config._attn_implementation for part in self.modules() if isinstance(part, base)}
+        result = stock(self, *args, **kwargs)
+        if _active[0]:
+            _register_attention()
+            try:
+                for part in before:
+                    guards.check_loaded(part)
+            except ValueError:
+                for part, name in before.items():
+                    part.config._attn_implementation_internal = name
+                raise
+        return result
+
+    base = internals.model_base()
+    return set_attn_implementation
 
 
 # ---- checkpointing ----
@@ -309,7 +350,10 @@ def _attention(stock: Callable) -> Callable:
         batch, length = query.shape[0], query.shape[2]
         here = functions.running(needed=kwargs.get("cu_seq_lens_q") is None)
         if here is None:
-            pass
+            positions = kwargs.get("position_ids")
+            if isinstance(positions, Tensor) and positions.dim() > 2:
+                # Axes of an image's grid, which transformers would take for the lengths of packed samples.
+                kwargs = {**kwargs, "position_ids": None}
         elif type(getattr(module, "config", None)) is not here.config_type:
             # A tower was handed the text's keywords along with everything else; its own boundaries are other tensors.
             if kwargs.get("cu_seq_lens_q") is here.cu_seqlens:
