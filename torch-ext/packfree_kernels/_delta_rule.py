@@ -121,15 +121,3 @@ def run_packed(
     )
     o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1)
     return o, packing.gather_states(final_state) if output_final_state else None
-
-
-def no_backward(op: str, instead: str) -> Callable:
-    """The backward of the token-by-token function ``op``."""
-
-    def backward(ctx, *gradients):
-        raise NotImplementedError(
-            f"{op}: has no backward pass; call {instead}, which takes the same arguments and gives the same result "
-            "with gradients"
-        )
-
-    return backward

@@ -148,10 +148,9 @@ def causal_conv1d_update(
             check_tensor(op, name, value, 1)
             check_dtype(op, name, value, (torch.int32, torch.int64))
             check_shape(op, name, value, (x.shape[0],), "[B]")
-    with torch.no_grad():
-        y = ops.causal_conv1d_update(
-            tokens, conv_state, weight, bias, cache_seqlens, conv_state_indices, activation is not None
-        )
+    y = ops.causal_conv1d_update(
+        tokens, conv_state, weight, bias, cache_seqlens, conv_state_indices, activation is not None
+    )
     return y if x.dim() == 3 else y[:, :, 0]
 
 

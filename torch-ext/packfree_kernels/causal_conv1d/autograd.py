@@ -6,7 +6,8 @@ from the saved input, so nothing but the inputs is kept.
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
+from .._autograd import differentiable, forward_only
+from .._ops import add_op_namespace_prefix
 
 
 def _accumulation_dtype(x):
@@ -41,30 +42,5 @@ def _update_fake(x, conv_state, weight, bias, cache_seqlens, conv_state_indices,
     return x.new_empty(x.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, cu_seqlens, initial_states, silu, channels_last, want_states = inputs
-    ctx.save_for_backward(x, weight, bias, cu_seqlens, initial_states)
-    ctx.flags = silu, channels_last, want_states
-
-
-def _backward(ctx, dy, dfinal_states):
-    x, weight, bias, cu_seqlens, initial_states = ctx.saved_tensors
-    silu, channels_last, want_states = ctx.flags
-    dx, dweight, dbias, dinitial_states = ops.causal_conv1d_bwd(
-        dy, dfinal_states if want_states else None, x, weight, bias, cu_seqlens, initial_states, silu, channels_last
-    )
-    return (
-        dx,
-        dweight.to(weight.dtype),
-        dbias.to(bias.dtype) if bias is not None else None,
-        None,
-        dinitial_states.to(initial_states.dtype) if initial_states is not None else None,
-        None,
-        None,
-        None,
-    )
-
-
-torch.library.register_autograd(
-    add_op_namespace_prefix("causal_conv1d_fwd"), _backward, setup_context=_setup_context
-)
+differentiable("causal_conv1d", "causal_conv1d_fn", states="final_states", asked_by="want_states")
+forward_only("causal_conv1d_update", "causal_conv1d_update", "causal_conv1d_fn, which takes initial_states")

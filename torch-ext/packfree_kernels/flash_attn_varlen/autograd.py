@@ -4,12 +4,13 @@ The forward keeps its inputs, its output and the log-sum-exp of each row; the ba
 them block by block. A gradient of the log-sum-exp is honoured: it enters where delta = sum(dout * out) does.
 """
 
-from typing import Any, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix, ops
+from .._autograd import differentiable
+from .._ops import add_op_namespace_prefix
 
 
 def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
@@ -60,25 +61,4 @@ def _bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), ds_aux
 
 
-def _setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, seed, *settings = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, s_aux, seed)
-    ctx.settings = settings
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, seed = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * 12
-    if dout is None:
-        dout = torch.zeros_like(out)
-    dq, dk, dv, ds_aux = ops.flash_attn_varlen_bwd(
-        dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, seed, *ctx.settings
-    )
-    return (dq, dk, dv, None, None, ds_aux if s_aux is not None else None) + (None,) * 6
-
-
-torch.library.register_autograd(
-    add_op_namespace_prefix("flash_attn_varlen_fwd"), _backward, setup_context=_setup_context
-)
+differentiable("flash_attn_varlen", "flash_attn_varlen_func")

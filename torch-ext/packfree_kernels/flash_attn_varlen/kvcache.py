@@ -5,6 +5,7 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
+from .._autograd import refuse_backward, refuse_graph_of_updated, refuse_tangents
 from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, type_error, value_error
 from .api import _DTYPES, _attend, _check_heads, _refuse
 
@@ -84,6 +85,11 @@ def flash_attn_with_kvcache(
     if bool(unknown.any()):
         must = f"name pages 0 .. {k_cache.shape[0] - 1} where used"
         raise value_error(op, "block_table", must, int(page[unknown][0]))
+    tensors = (q, k_cache, v_cache, k, v, s_aux)
+    refuse_tangents(op, tensors)
+    if new:
+        refuse_graph_of_updated(op, "k_cache", k_cache)
+        refuse_graph_of_updated(op, "v_cache", v_cache)
     with torch.no_grad():
         if k is not None and v is not None:
             _check_heads(op, q, k, v, 4)
@@ -100,6 +106,7 @@ def flash_attn_with_kvcache(
         out, lse = _attend(
             op, queries, keys, values, offsets_q, offsets_k, 0.0, softmax_scale, causal, window_size, softcap, s_aux
         )
+    out, lse = refuse_backward(op, "flash_attn_varlen_func", (out, lse), tensors)
     out = out.unflatten(0, (batch, query_length))
     if not return_softmax_lse:
         return out

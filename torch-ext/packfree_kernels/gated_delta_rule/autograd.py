@@ -9,8 +9,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._delta_rule import no_backward
-from .._ops import add_op_namespace_prefix, ops
+from .._autograd import differentiable, forward_only
+from .._ops import add_op_namespace_prefix
 
 
 def _state_dtype(q: Tensor) -> torch.dtype:
@@ -63,39 +63,9 @@ def _bwd_fake(
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, g, beta, cu_seqlens, initial_state, scale, l2norm, want_state = inputs
-    ctx.save_for_backward(q, k, v, g, beta, cu_seqlens, initial_state)
-    ctx.scale = scale
-    ctx.l2norm = l2norm
-    ctx.want_state = want_state
-
-
-def _backward(ctx, do: Tensor, dfinal_state: Tensor):
-    q, k, v, g, beta, cu_seqlens, initial_state = ctx.saved_tensors
-    dq, dk, dv, dg, dbeta, dinitial_state = ops.gated_delta_rule_bwd(
-        do,
-        dfinal_state if ctx.want_state else None,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        cu_seqlens,
-        initial_state,
-        ctx.scale,
-        ctx.l2norm,
-    )
-    if initial_state is None:
-        dinitial_state = None
-    return dq, dk, dv, dg, dbeta, None, dinitial_state, None, None, None
-
-
-torch.library.register_autograd(
-    add_op_namespace_prefix("gated_delta_rule_fwd"), _backward, setup_context=_setup_context
-)
-
-torch.library.register_autograd(
-    add_op_namespace_prefix("gated_delta_rule_recurrent_fwd"),
-    no_backward("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule"),
+differentiable("gated_delta_rule", "chunk_gated_delta_rule", states="final_state", asked_by="want_state")
+forward_only(
+    "gated_delta_rule_recurrent_fwd",
+    "fused_recurrent_gated_delta_rule",
+    "chunk_gated_delta_rule, which takes the same arguments and gives the same result with gradients",
 )

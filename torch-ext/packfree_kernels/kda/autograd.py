@@ -9,8 +9,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._delta_rule import no_backward
-from .._ops import add_op_namespace_prefix, ops
+from .._autograd import differentiable, forward_only
+from .._ops import add_op_namespace_prefix
 
 
 def _fwd_fake(
@@ -66,49 +66,9 @@ def _bwd_fake(
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    (q, k, v, g, beta, a_log, dt_bias, ctx.lower_bound, cu_seqlens, initial_state, ctx.scale, ctx.l2norm,
-     ctx.want_state) = inputs  # fmt: skip
-    ctx.save_for_backward(q, k, v, g, beta, a_log, dt_bias, cu_seqlens, initial_state)
-
-
-def _backward(ctx, do: Tensor, dfinal_state: Tensor):
-    q, k, v, g, beta, a_log, dt_bias, cu_seqlens, initial_state = ctx.saved_tensors
-    dq, dk, dv, dg, dbeta, da_log, ddt_bias, dinitial_state = ops.kda_bwd(
-        do,
-        dfinal_state if ctx.want_state else None,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        a_log,
-        dt_bias,
-        ctx.lower_bound,
-        cu_seqlens,
-        initial_state,
-        ctx.scale,
-        ctx.l2norm,
-    )
-    return (
-        dq,
-        dk,
-        dv,
-        dg,
-        dbeta,
-        None if a_log is None else da_log,
-        None if dt_bias is None else ddt_bias,
-        None,
-        None,
-        None if initial_state is None else dinitial_state,
-        None,
-        None,
-        None,
-    )
-
-
-torch.library.register_autograd(add_op_namespace_prefix("kda_fwd"), _backward, setup_context=_setup_context)
-
-torch.library.register_autograd(
-    add_op_namespace_prefix("kda_recurrent_fwd"), no_backward("fused_recurrent_kda", "chunk_kda")
+differentiable("kda", "chunk_kda", states="final_state", asked_by="want_state")
+forward_only(
+    "kda_recurrent_fwd",
+    "fused_recurrent_kda",
+    "chunk_kda, which takes the same arguments and gives the same result with gradients",
 )

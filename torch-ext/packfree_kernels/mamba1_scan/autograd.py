@@ -4,9 +4,13 @@ The backward op runs the states forward again from the inputs, which are all tha
 come in y's axis order, those of B and C per token as [B, T, G, N].
 """
 
-import torch
+from typing import Any, Dict
 
-from .._ops import add_op_namespace_prefix, ops
+import torch
+from torch import Tensor
+
+from .._autograd import differentiable
+from .._ops import add_op_namespace_prefix
 
 
 def _state_dtype(u):
@@ -56,42 +60,16 @@ def _bwd_fake(
     )
 
 
-def _setup_context(ctx, inputs, output):
-    tensors, flags = inputs[:10], inputs[10:]
-    ctx.save_for_backward(*tensors)
-    ctx.flags = flags
+def _like_inputs(gradients: Dict[str, Tensor], arguments: Dict[str, Any]) -> Dict[str, Tensor]:
+    """Axes in the order of the forward op's inputs."""
+    turned = dict(gradients)
+    if arguments["channels_last"]:
+        for name in ("u", "delta", "z") if arguments["z"] is not None else ("u", "delta"):
+            turned[name] = gradients[name].transpose(1, 2)
+    for name in ("B", "C"):
+        if arguments[name].dim() == 4:
+            turned[name] = gradients[name].permute(0, 2, 3, 1)
+    return turned
 
 
-def _backward(ctx, dy, dfinal_states):
-    saved = ctx.saved_tensors
-    u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states = saved
-    delta_softplus, channels_last, want_states = ctx.flags
-    du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial_states = ops.mamba1_scan_bwd(
-        dy, dfinal_states if want_states else None, *saved, delta_softplus, channels_last
-    )
-    if channels_last:
-        du, ddelta = du.transpose(1, 2), ddelta.transpose(1, 2)
-        dz = dz if z is None else dz.transpose(1, 2)
-    dB, dC = (x if x.dim() == 2 else x.permute(0, 2, 3, 1) for x in (dB, dC))
-
-    def given(gradient, tensor):
-        return None if tensor is None else gradient.to(tensor.dtype)
-
-    return (
-        du,
-        ddelta,
-        given(dA, A),
-        given(dB, B),
-        given(dC, C),
-        given(dD, D),
-        None if z is None else dz,
-        given(ddelta_bias, delta_bias),
-        None,
-        given(dinitial_states, initial_states),
-        None,
-        None,
-        None,
-    )
-
-
-torch.library.register_autograd(add_op_namespace_prefix("mamba1_scan_fwd"), _backward, setup_context=_setup_context)
+differentiable("mamba1_scan", "selective_scan_fn", "final_states", "want_states", _like_inputs)

@@ -230,21 +230,20 @@ def selective_state_update(
     def with_heads(tensor: Optional[Tensor], axis: int) -> Optional[Tensor]:
         return tensor if tensor is None or has_heads else tensor.unsqueeze(axis)
 
-    with torch.no_grad():
-        y = ops.selective_state_update(
-            with_heads(dense, 1),
-            with_heads(x, 1),
-            with_heads(dt.to(wide), 1),
-            with_heads(A.to(wide), 0),
-            with_heads(B, 1),
-            with_heads(C, 1),
-            None if D is None else with_heads(D.to(wide), 0),
-            with_heads(z, 1),
-            None if dt_bias is None else with_heads(dt_bias.to(wide), 0),
-            bool(dt_softplus),
-        )
-        if dense is not state:
-            state.copy_(dense)
+    y = ops.selective_state_update(
+        with_heads(dense, 1),
+        with_heads(x, 1),
+        with_heads(dt.to(wide), 1),
+        with_heads(A.to(wide), 0),
+        with_heads(B, 1),
+        with_heads(C, 1),
+        None if D is None else with_heads(D.to(wide), 0),
+        with_heads(z, 1),
+        None if dt_bias is None else with_heads(dt_bias.to(wide), 0),
+        bool(dt_softplus),
+    )
+    if dense is not state:
+        state.copy_(dense)
     return y if has_heads else y.squeeze(1)
 
 

@@ -5,7 +5,8 @@ The backward op recomputes the states from the inputs, which are all that is sav
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
+from .._autograd import differentiable, forward_only
+from .._ops import add_op_namespace_prefix
 
 
 def _wide(x):
@@ -46,48 +47,9 @@ def _update_fake(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus):
     return x.new_empty(x.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, dt_softplus, dt_min, dt_max, want_state = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.options = dt_softplus, dt_min, dt_max
-    ctx.want_state = want_state
-
-
-def _backward(ctx, dy, dfinal_state):
-    x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state = ctx.saved_tensors
-    dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial_state = ops.mamba2_scan_bwd(
-        dy,
-        dfinal_state if ctx.want_state else None,
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        z,
-        dt_bias,
-        cu_seqlens,
-        initial_state,
-        *ctx.options,
-    )
-    return (
-        dx,
-        ddt,
-        dA,
-        dB,
-        dC,
-        None if D is None else dD,
-        None if z is None else dz,
-        None if dt_bias is None else ddt_bias,
-        None,
-        None if initial_state is None else dinitial_state,
-        None,
-        None,
-        None,
-        None,
-    )
-
-
-torch.library.register_autograd(
-    add_op_namespace_prefix("mamba2_scan_fwd"), _backward, setup_context=_setup_context
+differentiable("mamba2_scan", "mamba_chunk_scan_combined", states="final_state", asked_by="want_state")
+forward_only(
+    "selective_state_update",
+    "selective_state_update",
+    "mamba_chunk_scan_combined or selective_scan_fn, which take initial_states",
 )
