@@ -3,12 +3,16 @@
 What it shares with the gated delta rule is in test_delta_rules.py.
 """
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tests.harness import properties
 from tests.harness.packings import SMALL, Pack, catalogue
 from tests.harness.properties import assert_same_bits
+from tests.harness.triton import served_by_triton
 from tests.ops.kda import CASES, RULE, Case, op_under_test
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,6 +121,88 @@ def test_gate_parameters_in_other_shapes(kernel):
     low = kernel.chunk_kda(**inputs, **options, A_log=rate.bfloat16(), dt_bias=bias.half())[0]
     same = kernel.chunk_kda(**inputs, **options, A_log=rate.bfloat16().float(), dt_bias=bias.half().float())[0]
     assert_same_bits("dtypes", low, same)
+
+
+# What the gate sees beside rates of up to e^150, which float32 does not hold: where decays are 0, 1 and between.
+STEEP_RATES = (60.0, 80.0, 88.0, 89.0, 100.0, 150.0)
+STEEP_INPUTS = (-160.0, -150.5, -101.0, -99.0, -90.25, -87.5, -80.0, -61.0, -30.0, -1.0, -1e-3, 0.0, 1e-3, 3.0)
+
+
+def direct_gate(g, A_log, dt_bias, lower_bound):
+    """By the formula, in float64, which holds these rates."""
+    rate, x = A_log.exp()[:, None], g + dt_bias
+    return -rate * torch.nn.functional.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(rate * x)
+
+
+def check_steep_gates(kernel, function, lower_bound, served=nullcontext):
+    """Outputs and gradients against the same function without a gate, in float64, behind the formula."""
+    tokens, heads = 4 * len(STEEP_INPUTS), len(STEEP_RATES)
+    inputs = RULE.inputs(Case("", value_heads=heads, key_dim=3, value_dim=2), Pack("", (tokens,)), torch.float32)
+    parts = torch.tensor(STEEP_INPUTS).repeat(4)[torch.randperm(tokens)][None, :, None, None]
+    inputs["g"] = parts.expand(1, tokens, heads, 3).clone()
+    inputs["dt_bias"] = torch.tensor([0.0, 0.5, -2.0]).repeat(heads, 1)
+    inputs["A_log"] = torch.tensor(STEEP_RATES)
+
+    def run(leaves, in_kernel):
+        gate = [leaves.pop(name) for name in ("g", "A_log", "dt_bias")]
+        if in_kernel:
+            options = dict(zip(("g", "A_log", "dt_bias"), gate), use_gate_in_kernel=True, lower_bound=lower_bound)
+        else:
+            options = dict(g=direct_gate(*gate, lower_bound))
+        o, state = getattr(kernel, function)(**leaves, **options, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        return {"o": o, "state": state}
+
+    wide = properties.cast(inputs, torch.float64)
+    if function == RULE.recurrent:
+        with torch.no_grad():
+            ours, truth = run(dict(inputs), True), run(wide, False)
+    else:
+        with served():
+            ours = properties.run_with_gradients(lambda leaves: run(dict(leaves), True), inputs)
+        truth = properties.run_with_gradients(lambda leaves: run(dict(leaves), False), wide)
+    at_zero = inputs["g"] + inputs["dt_bias"] == 0
+    for name, value in ours.items():
+        assert bool(value.isfinite().all()), f"{name} is not finite"
+        expected = truth[name].float()
+        if lower_bound is not None and name in ("dg", "ddt_bias"):
+            # Of a step at 0: so large at 0 that it is only asked to be finite, 0 elsewhere.
+            near = at_zero if name == "dg" else at_zero.any(1)[0]
+            assert bool(value[near].any())
+            value, expected = value[~near], expected[~near]
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+every_gate = pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["unbounded", "bounded"])
+
+
+@every_gate
+@pytest.mark.parametrize("function", RULE.functions)
+def test_rates_beyond_the_range_of_exp(kernel, function, lower_bound, tier):
+    check_steep_gates(kernel, function, lower_bound)
+
+
+@every_gate
+def test_rates_beyond_the_range_of_exp_by_triton(kernel, lower_bound):
+    check_steep_gates(kernel, RULE.chunk, lower_bound, lambda: served_by_triton(kernel))
+
+
+@every_gate
+def test_gates_at_the_ends_of_float32(kernel, lower_bound):
+    """Rates of 0 and infinity, and NaN, which stays; by the reference too."""
+    g = torch.tensor([-1e30, -1.0, 0.0, 1.0, 1e30]).expand(1, 2, 1, 5).clone().requires_grad_()
+    tokens = [torch.ones(1, 2, 1, 5), torch.ones(1, 2, 1, 5), torch.ones(1, 2, 1, 1)]
+    for A_log in (-math.inf, -1e30, 1e30, math.inf, math.nan):
+        rate = torch.tensor([A_log], requires_grad=True)
+        o, _ = kernel.chunk_kda(
+            *tokens, g, torch.ones(1, 2, 1), use_gate_in_kernel=True, A_log=rate, lower_bound=lower_bound
+        )
+        decay = kernel.kda.reference.kda_gate_reference(g[0], rate, None, lower_bound).exp()
+        for result in (o, decay):
+            if math.isnan(A_log):
+                assert bool(result.isnan().all())
+                continue
+            gradients = torch.autograd.grad(result.sum(), (g, rate))
+            assert all(bool(x.isfinite().all()) for x in (result, *gradients)), (A_log, result, gradients)
 
 
 GATED = dict(use_gate_in_kernel=True, A_log=torch.ones(2))

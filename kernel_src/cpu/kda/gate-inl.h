@@ -2,20 +2,35 @@
 //
 // With x = g + dt_bias and rate = exp(a_log) the log-decay is -rate softplus(x), or lower_bound sigmoid(rate x) if the
 // gate is bounded; without a gate it is g.
+//
+// The rate is cut at exp(kMostLogRate), which changes nothing that can be told apart. A product of 0 and infinity never
+// arises then, and all gradients are finite. Sigmoid(rate x) is 0, 1/2 or 1 from there on: at 1/2 x is 0, and elsewhere
+// |rate x| passes 88 unless |x| < 4e-29. Softplus(x) above kFarBelow gives a log-decay below -1e13, which is a decay of
+// 0; below, where softplus(x) and its derivative are e^x to the last bit, what was cut goes into the exponent.
+
+constexpr double kMostLogRate = 70;
+constexpr double kFarBelow = -40;
 
 // The gate of one value head.
 template <class Acc>
 struct Gate {
   bool present, bounded;
   Acc rate, lower_bound;
+  Acc cut;          // how much larger a_log is than the rate's logarithm
   const Acc* bias;  // [K] or null
 
   Gate(const KdaInputs& in, int64_t hv)
       : present(in.a_log != nullptr),
         bounded(in.bounded),
-        rate(in.a_log == nullptr ? Acc(0) : ExpOne<Acc>(static_cast<const Acc*>(in.a_log)[hv])),
+        rate(0),
         lower_bound(static_cast<Acc>(in.lower_bound)),
-        bias(in.dt_bias == nullptr ? nullptr : static_cast<const Acc*>(in.dt_bias) + hv * in.key_dim) {}
+        cut(0),
+        bias(in.dt_bias == nullptr ? nullptr : static_cast<const Acc*>(in.dt_bias) + hv * in.key_dim) {
+    if (!present) return;
+    const Acc log_rate = static_cast<const Acc*>(in.a_log)[hv];
+    if (log_rate > Acc(kMostLogRate)) cut = log_rate - Acc(kMostLogRate);
+    rate = ExpOne<Acc>(cut > 0 ? Acc(kMostLogRate) : log_rate);
+  }
 };
 
 // What the gate sees of channels [at, at + width).
@@ -23,6 +38,27 @@ template <class Acc>
 PACKFREE_INLINE Vec<Acc> GateInput(const Gate<Acc>& gate, const Acc* g, int64_t at, int width) {
   const Vec<Acc> x = LoadUpTo<Acc>(g + at, width);
   return gate.bias == nullptr ? x : x + LoadUpTo<Acc>(gate.bias + at, width);
+}
+
+// e^x times what was cut off the rate, for x far below 0.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> ExpWithCut(const Gate<Acc>& gate, Vec<Acc> x) {
+  return Exp<Acc>(Min(x + gate.cut, Zero<Acc>()));
+}
+
+// Softplus of the unbounded gate, and its derivative.
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> GateSoftplus(const Gate<Acc>& gate, Vec<Acc> x) {
+  const Vec<Acc> y = Softplus<Acc>(x);
+  if (!(gate.cut > 0)) return y;
+  return x < Acc(kFarBelow) ? ExpWithCut(gate, x) : y;
+}
+
+template <class Acc>
+PACKFREE_INLINE Vec<Acc> GateSlope(const Gate<Acc>& gate, Vec<Acc> x) {
+  const Vec<Acc> y = Sigmoid<Acc>(x);
+  if (!(gate.cut > 0)) return y;
+  return x < Acc(kFarBelow) ? ExpWithCut(gate, x) : y;
 }
 
 // decay[i, :] = exp(log-decay) of `rows` tokens, from rows of g that lie `stride` apart.
@@ -36,7 +72,7 @@ inline void LoadDecays(const Gate<Acc>& gate, int64_t rows, int64_t columns, con
       Vec<Acc> x = LoadUpTo<Acc>(g + i * stride + at, width);
       if (gate.present) {
         x = GateInput<Acc>(gate, g + i * stride, at, width);
-        x = gate.bounded ? Sigmoid<Acc>(x * gate.rate) * gate.lower_bound : Softplus<Acc>(x) * -gate.rate;
+        x = gate.bounded ? Sigmoid<Acc>(x * gate.rate) * gate.lower_bound : GateSoftplus(gate, x) * -gate.rate;
       }
       Store(decay + i * ld + at, Exp<Acc>(x));
     }
@@ -63,8 +99,8 @@ inline void StoreDecayGradients(const Gate<Acc>& gate, int64_t rows, int64_t col
         sum = MulAdd(dx, x, sum);
       } else {
         const Vec<Acc> scaled = d * -gate.rate;
-        dx = scaled * Sigmoid<Acc>(x);
-        sum = MulAdd(scaled, Softplus<Acc>(x), sum);
+        dx = scaled * GateSlope(gate, x);
+        sum = MulAdd(scaled, GateSoftplus(gate, x), sum);
       }
       StoreUpTo(dg + i * stride + at, dx, width);
     }

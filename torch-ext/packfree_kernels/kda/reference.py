@@ -18,7 +18,8 @@ def kda_gate_reference(
     """Log-decay ``[T, HV, K]`` from what a model projects.
 
     With ``x = g + dt_bias``: ``-exp(A_log) softplus(x)``, or ``lower_bound sigmoid(exp(A_log) x)`` if ``lower_bound``
-    is given.
+    is given. ``exp(A_log)`` is cut at e^70, beyond which it would overflow; what is cut goes into the exponent of
+    softplus where that still tells decays apart (``x`` below -40, where softplus is e^x).
 
     Args:
         g: ``[T, HV, K]``.
@@ -26,11 +27,12 @@ def kda_gate_reference(
         dt_bias: ``[HV, K]``; zeros if None.
         lower_bound: what the log-decay never falls below.
     """
-    rate = A_log.exp()[:, None]
+    rate = A_log.clamp(max=70).exp()[:, None]
+    cut = (A_log - 70).clamp(min=0)[:, None]
     x = g if dt_bias is None else g + dt_bias
     if lower_bound is not None:
         return lower_bound * torch.sigmoid(rate * x)
-    return -rate * torch.nn.functional.softplus(x)
+    return -rate * torch.where(x < -40, (x + cut).clamp(max=0).exp(), torch.nn.functional.softplus(x))
 
 
 def kda_reference(

@@ -11,6 +11,23 @@ from .._triton.delta import chunk_of, load_heads, store_head, store_heads
 from .._triton.delta_sizes import Sizes
 from .._triton.launch import launch
 
+# The rate is cut at exp(_MOST_LOG_RATE), for the reasons given in kernel_src/cpu/kda/gate-inl.h.
+_MOST_LOG_RATE = tl.constexpr(70.0)
+_FAR_BELOW = tl.constexpr(-40.0)
+
+
+@triton.jit
+def _rate_and_cut(a_log):
+    """exp(a_log) as far as it is not cut, and how much larger a_log is than its logarithm."""
+    most = tl.where(a_log > _MOST_LOG_RATE, _MOST_LOG_RATE, a_log)
+    return tl.exp(most), tl.where(a_log > _MOST_LOG_RATE, a_log - _MOST_LOG_RATE, 0.0)
+
+
+@triton.jit
+def _with_cut(y, x, cut):
+    """Softplus or its derivative y, where they are e^x times what was cut off the rate."""
+    return tl.where(x < _FAR_BELOW, tl.exp(tl.minimum(x + cut, 0.0)), y)
+
 
 @triton.jit
 def _softplus(x):
@@ -44,14 +61,14 @@ def _gate(
     for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         here = first + tl.arange(0, C) < eos
-        rate = tl.exp(tl.load(a_log + hv))
+        rate, cut = _rate_and_cut(tl.load(a_log + hv))
         for row in tl.range(0, K, BK, disable_licm=True):
             k = row + tl.arange(0, BK)
             x = _gate_input(g, dt_bias, first, here, hv, HV, k, K)
             if BOUNDED:
                 x = _sigmoid(rate * x) * lower_bound
             else:
-                x = _softplus(x) * -rate
+                x = _with_cut(_softplus(x), x, cut) * -rate
             store_heads(log_decay, first, here, hv, HV, k, K, x)
 
 
@@ -64,7 +81,7 @@ def _gate_gradients(
     for item in tl.range(tl.program_id(0), tl.load(count) * HV, tl.num_programs(0), disable_licm=True):
         hv, n, first, eos, zero = chunk_of(item, HV, cu_seqlens, items, C)
         here = first + tl.arange(0, C) < eos
-        rate = tl.exp(tl.load(a_log + hv))
+        rate, cut = _rate_and_cut(tl.load(a_log + hv))
         by_rate = tl.zeros((C,), tl.float32)
         for row in tl.range(0, K, BK, disable_licm=True):
             k = row + tl.arange(0, BK)
@@ -76,8 +93,9 @@ def _gate_gradients(
                 by_rate += tl.sum(dx * x, 1)
             else:
                 d *= -rate
-                dx = d * _sigmoid(x)
-                by_rate += tl.sum(tl.where((k < K)[None, :], d * _softplus(x), 0.0), 1)
+                dx = d * _with_cut(_sigmoid(x), x, cut)
+                softplus = _with_cut(_softplus(x), x, cut)
+                by_rate += tl.sum(tl.where((k < K)[None, :], d * softplus, 0.0), 1)
             store_heads(dg, first, here, hv, HV, k, K, dx)
         store_head(d_rates, first, here, hv, HV, by_rate)
 
