@@ -61,6 +61,7 @@ def causal_conv1d_fn(
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape, or malformed boundaries.
+        NotImplementedError: a second derivative, or one in forward mode.
 
     Source: causal-conv1d, ``causal_conv1d_fn``; the boundaries beside ``seq_idx`` are ours.
     """
@@ -120,10 +121,12 @@ def causal_conv1d_update(
             different.
 
     Returns:
-        ``[B, D]`` or ``[B, D, T]`` as ``x``. No gradient.
+        ``[B, D]`` or ``[B, D, T]`` as ``x``.
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape.
+        NotImplementedError: in the backward pass; call :func:`causal_conv1d_fn` to train. At once where ``conv_state``
+            requires gradients.
         RuntimeError: state rows out of range or named twice. On a GPU nobody looks: a row out of range gives NaN.
 
     Source: causal-conv1d, ``causal_conv1d_update``.

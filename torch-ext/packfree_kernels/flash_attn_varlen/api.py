@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
         TypeError: a dtype or type not listed above, or q, k, v of different dtypes.
         ValueError: shapes that do not fit, malformed offsets, a head dim above 512, ``dropout_p`` outside ``[0, 1)``, a
             negative ``softcap``, or (eager mode) a ``max_seqlen_*`` below the longest sequence.
-        NotImplementedError: ``alibi_slopes`` or ``block_table`` given.
+        NotImplementedError: ``alibi_slopes`` or ``block_table`` given, a second derivative, or one in forward mode.
 
     Example:
         >>> q, k, v = torch.randn(10, 4, 16), torch.randn(10, 2, 16), torch.randn(10, 2, 16)

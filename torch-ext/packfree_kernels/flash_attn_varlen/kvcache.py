@@ -53,13 +53,14 @@ def flash_attn_with_kvcache(
         filled position.
 
     Returns:
-        out ``[B, Tq, H, V]``, with ``return_softmax_lse`` also the log-sum-exp ``[B, H, Tq]``. No gradients. Reads
-        ``cache_seqlens`` and ``block_table``, and copies the filled part of the cache.
+        out ``[B, Tq, H, V]``, with ``return_softmax_lse`` also the log-sum-exp ``[B, H, Tq]``. Reads ``cache_seqlens``
+        and ``block_table``, and copies the filled part of the cache.
 
     Raises:
         TypeError, ValueError: as ``flash_attn_varlen_func``; lengths that pass the cache's end; pages or rows out of
             range; only one of ``k`` and ``v``.
-        NotImplementedError: an unsupported argument given.
+        NotImplementedError: an unsupported argument given; in the backward pass (call ``flash_attn_varlen_func`` to
+            train), and at once where a cache to be written to requires gradients.
 
     Source: the function of this name in the flash-attn package (interface).
     """

@@ -68,6 +68,7 @@ def chunk_gated_delta_rule(
         TypeError: an argument that is no tensor, or of a dtype not named above.
         ValueError: shapes that do not fit, a head dim above 256, HV no multiple of H, a state of another shape or
             number, a tensor on another device, or malformed boundaries.
+        NotImplementedError: a second derivative, or one in forward mode.
 
     Example:
         >>> # two samples of 5 and 8 tokens in one row

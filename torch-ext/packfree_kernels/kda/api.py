@@ -52,7 +52,8 @@ def chunk_kda(
         scale, output_final_state, use_qk_l2norm_in_kernel: as in :func:`chunk_gated_delta_rule`, which says more of the
             arguments above too.
         use_gate_in_kernel: compute the log-decay here, from ``x = g + dt_bias``: ``-exp(A_log) softplus(x)``, or
-            ``lower_bound sigmoid(exp(A_log) x)`` if ``lower_bound`` is given.
+            ``lower_bound sigmoid(exp(A_log) x)`` if ``lower_bound`` is given. Both are finite for any ``A_log``, as are
+            their gradients: ``exp(A_log)`` beyond e^70 counts only where a decay still depends on it.
         A_log: ``[HV]`` or any shape of HV elements, any floating dtype. Only with ``use_gate_in_kernel``, which
             needs it.
         dt_bias: ``[HV * K]`` or ``[HV, K]``, any floating dtype; 0 if None. Only with ``use_gate_in_kernel``.
@@ -79,6 +80,7 @@ def chunk_kda(
         ValueError: shapes that do not fit, a head dim above 256, HV no multiple of H, a state of another shape or
             number, a gate argument without ``use_gate_in_kernel`` or one that is missing with it, a tensor on another
             device, or malformed boundaries.
+        NotImplementedError: a second derivative, or one in forward mode.
 
     Example:
         >>> # two samples of 5 and 8 tokens in one row

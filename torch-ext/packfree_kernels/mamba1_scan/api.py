@@ -70,6 +70,7 @@ def selective_scan_fn(
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape, or malformed boundaries.
+        NotImplementedError: a second derivative, or one in forward mode.
 
     Source: mamba-ssm, ``selective_scan_fn``; boundaries, initial states and their gradients are ours.
     """
@@ -184,6 +185,7 @@ def mamba_inner_fn(
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape, or malformed boundaries.
+        NotImplementedError: a second derivative, or one in forward mode.
 
     Source: mamba-ssm, ``mamba_inner_fn``; boundaries are ours.
     """

@@ -88,6 +88,7 @@ def mamba_chunk_scan_combined(
         TypeError: an argument that is no tensor, or of a dtype not named above.
         ValueError: shapes that do not fit, a chunk_size below 1, a dt_limit that is no range, a tensor on another
             device, or malformed boundaries.
+        NotImplementedError: a second derivative, or one in forward mode.
 
     Example:
         >>> # two samples of 5 and 8 tokens in one row
@@ -178,12 +179,14 @@ def selective_state_update(
         dt_softplus: whether steps pass through softplus (the identity above 20).
 
     Returns:
-        ``y``, the shape and dtype of x. No gradient.
+        ``y``, the shape and dtype of x.
 
     Precision: fp32 (fp64 for fp64), whatever the dtypes.
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape.
+        NotImplementedError: in the backward pass; call :func:`mamba_chunk_scan_combined` or ``selective_scan_fn`` to
+            train. At once where ``state`` requires gradients.
 
     Source: mamba-ssm, ``selective_state_update``.
     """

@@ -83,6 +83,7 @@ def mamba_split_conv1d_scan_combined(
 
     Raises:
         TypeError, ValueError: an argument of wrong type, dtype, device or shape, or malformed boundaries.
+        NotImplementedError: a second derivative, or one in forward mode.
 
     Source: mamba-ssm, ``mamba_split_conv1d_scan_combined``.
     """
