@@ -2,8 +2,13 @@
 // are built for it; everything else runs in the tier below.
 #define PACKFREE_TIER 4
 #define PACKFREE_VECTOR_BYTES 64
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")
 #pragma GCC target("prefer-vector-width=512")
+#endif
 namespace packfree {
 namespace amx {

@@ -312,9 +312,7 @@ inline void PairRows(int64_t rows, int64_t columns, const bf16* source, int64_t 
         __builtin_memcpy(&even, source + (r + i) * lds + c, sizeof(even));
         __builtin_memcpy(&odd, source + (r + i + 16) * lds + c, sizeof(odd));
         StoreInterleaved(pairs + ((r + 2 * i) * kMatrixColumns + 2 * c),
-                         (__m512i)__builtin_shufflevector(even, odd, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
-                                                          15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29,
-                                                          30, 31));
+                         _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)even), (__m256i)odd, 1));
       }
     }
   }

@@ -3,6 +3,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#if PACKFREE_X86
+#include <cpuid.h>
+#endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,16 +29,32 @@ bool RequestMatrixUnit() {
 }
 #endif
 
+#if PACKFREE_X86
+// Features that clang's __builtin_cpu_supports has no name for. Whether the system saves their registers is what the
+// checks beside them say: AVX2's for F16C, RequestMatrixUnit for the tiles.
+struct UnnamedFeatures {
+  bool f16c = false;
+  bool amx = false;
+};
+
+UnnamedFeatures ReadUnnamedFeatures() {
+  UnnamedFeatures found;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d)) found.f16c = (c >> 29 & 1) != 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) found.amx = (d >> 22 & 1) != 0 && (d >> 24 & 1) != 0;
+  return found;
+}
+#endif
+
 Tier DetectBestTier() {
 #if PACKFREE_X86
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const UnnamedFeatures unnamed = ReadUnnamedFeatures();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && unnamed.f16c;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (avx512_bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && RequestMatrixUnit()) {
-    return Tier::kAmx;
-  }
+  if (avx512_bf16 && unnamed.amx && RequestMatrixUnit()) return Tier::kAmx;
   if (avx512_bf16) return Tier::kAvx512Bf16;
   if (avx512) return Tier::kAvx512;
   if (avx2) return Tier::kAvx2;

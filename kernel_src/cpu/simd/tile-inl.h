@@ -48,16 +48,27 @@ inline void ClearTile(int64_t rows, int64_t columns, Acc* tile, int64_t ld) {
   }
 }
 
+// Lane n of the result is lane I[n] of a and b, counted through both.
+template <int... I, class V>
+PACKFREE_INLINE V ShuffleLanes(V a, V b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I...);
+#else
+  using Lanes = decltype(a == b);
+  return __builtin_shuffle(a, b, Lanes{I...});
+#endif
+}
+
 // Lane i of the two rows that one butterfly step of a transpose makes from rows a and b, kStep apart.
 template <int kStep, class V, int... I>
 PACKFREE_INLINE V ButterflyLow(V a, V b, std::integer_sequence<int, I...>) {
   constexpr int L = sizeof...(I);
-  return __builtin_shufflevector(a, b, ((I & kStep) ? L + I - kStep : I)...);
+  return ShuffleLanes<((I & kStep) ? L + I - kStep : I)...>(a, b);
 }
 template <int kStep, class V, int... I>
 PACKFREE_INLINE V ButterflyHigh(V a, V b, std::integer_sequence<int, I...>) {
   constexpr int L = sizeof...(I);
-  return __builtin_shufflevector(a, b, ((I & kStep) ? L + I : I + kStep)...);
+  return ShuffleLanes<((I & kStep) ? L + I : I + kStep)...>(a, b);
 }
 template <int kStep, class Acc>
 PACKFREE_INLINE void TransposeStep(Vec<Acc>* rows) {
