@@ -9,7 +9,7 @@ from tests.harness import properties
 from tests.harness.packings import SMALL, Pack, catalogue
 from tests.harness.properties import assert_same_bits
 from tests.harness.tolerance import check_close
-from tests.ops.flash_attn_varlen import CASES, Case, op_under_test
+from tests.ops.flash_attn_varlen import CASES, Case, draw_ranges, op_under_test
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -22,7 +22,7 @@ def test_matches_reference(case, dtype, tier):
         properties.check_against_reference(op_under_test(case), pack, dtype)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[8], CASES[11]], ids=str)
 def test_packing_properties(case, tier):
     for pack in catalogue(edge=64):
         properties.check_all_properties(op_under_test(case), pack, torch.float32)
@@ -58,6 +58,8 @@ LONG = Pack("several key ranges", (530, 1060, 20))
         Case("long causal", heads=(2, 1), dims=(16, 16)),
         Case("long window", heads=(2, 2), dims=(16, 8), causal=False, window=(300, 40), sinks=True),
         Case("long softcap", heads=(3, 1), dims=(72, 40), softcap=5.0, window=(700, 0), sinks=True, query_scale=4.0),
+        Case("long blocks", heads=(2, 1), dims=(16, 16), ranges="blocks"),
+        Case("long ranges of any kind", heads=(2, 2), dims=(16, 8), ranges="any", sinks=True),
     ],
     ids=str,
 )
@@ -70,7 +72,7 @@ def test_sequences_of_several_key_ranges(case, dtype, tier):
 
 
 def test_gradcheck_on_the_real_backward(kernel):
-    for case in (CASES[0], CASES[3], CASES[8]):
+    for case in (CASES[0], CASES[3], CASES[8], CASES[11]):
         op = op_under_test(case)
         inputs = op.make(SMALL, torch.float64)
         names = list(inputs)
@@ -78,7 +80,8 @@ def test_gradcheck_on_the_real_backward(kernel):
         def call(*values, op=op, names=names):
             return tuple(op.run(dict(zip(names, values)), cu_seqlens_q=SMALL.cu_seqlens).values())
 
-        assert torch.autograd.gradcheck(call, [value.requires_grad_() for value in inputs.values()])
+        leaves = [value.requires_grad_(value.is_floating_point()) for value in inputs.values()]
+        assert torch.autograd.gradcheck(call, leaves)
 
 
 LENGTH_PAIRS = [
@@ -211,7 +214,12 @@ def test_opcheck(kernel):
     sinks = torch.randn(4, requires_grad=True)
     seed = torch.tensor([7])
     offsets = SMALL.cu_seqlens
-    for s_aux, dropout, settings in ((None, 0.0, (-1, 0, 0.0)), (sinks, 0.2, (3, 3, 5.0))):
+    ranges = draw_ranges("any", 10)
+    for s_aux, dropout, settings in (
+        (None, 0.0, (-1, 0, 0.0)),
+        (sinks, 0.2, (3, 3, 5.0)),
+        (None, 0.0, (-1, -1, 0.0, ranges)),
+    ):
         shared = (offsets, offsets, s_aux, seed if dropout else None, dropout, 0.3, *settings)
         torch.library.opcheck(ops.flash_attn_varlen_fwd.default, (q, k, v, *shared))
         with torch.no_grad():
@@ -275,6 +283,10 @@ def test_sinks_keep_their_dtype(kernel):
         assert sinks.grad.dtype == dtype
 
 
+# Of two sequences of 3 and 5 tokens: each query sees the first three keys.
+_RANGES = torch.tensor([[0, 2]] * 8)
+
+
 @pytest.mark.parametrize(
     "change, error, text",
     [
@@ -300,6 +312,13 @@ def test_sinks_keep_their_dtype(kernel):
         (dict(s_aux=torch.randn(2)), ValueError, r"s_aux must have shape \[H\] = \(4,\), got \(2,\)"),
         (dict(alibi_slopes=torch.ones(4)), NotImplementedError, "alibi_slopes is not supported"),
         (dict(block_table=torch.zeros(1, 1)), NotImplementedError, "block_table is not supported"),
+        (dict(visible_keys=_RANGES.float()), TypeError, "visible_keys must have one of the dtypes int32, int64, got"),
+        (dict(visible_keys=_RANGES[:7]), ValueError, r"visible_keys must have shape \[Tq, 2\] = \(8, 2\), got"),
+        (dict(visible_keys=_RANGES.to("meta")), ValueError, "visible_keys must be on cpu"),
+        (dict(visible_keys=_RANGES, causal=True), ValueError, "visible_keys must come without causal and window_size"),
+        (dict(visible_keys=_RANGES, window_size=(3, 0)), ValueError, r"without .* got window_size=\(3, 0\)"),
+        (dict(visible_keys=_RANGES + 1), ValueError, r"lie in 0 \.\. 2, the keys of .*, got \[1, 3\] for query 0"),
+        (dict(visible_keys=_RANGES - 1), ValueError, r"visible_keys must lie in 0 .*, got \[-1, 1\] for query 0"),
         (dict(unknown=1), TypeError, "unexpected keyword argument 'unknown'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -328,6 +347,12 @@ def test_direct_op_calls_check_what_memory_safety_needs(kernel):
             fwd(*broken, good, good, *rest)
     with pytest.raises(RuntimeError, match="s_aux must be"):
         fwd(q, k, v, good, good, torch.randn(3), *rest[1:])
+    ranges = torch.zeros(8, 2, dtype=torch.int32)
+    for broken in (ranges[:7], ranges.long(), ranges.T.contiguous(), ranges[:, :1].expand(8, 2)):
+        with pytest.raises(RuntimeError, match="visible_keys must be"):
+            fwd(q, k, v, good, good, *rest[:4], -1, -1, 0.0, broken)
+    with pytest.raises(RuntimeError, match="visible_keys and a window exclude"):
+        fwd(q, k, v, good, good, *rest[:4], -1, 0, 0.0, ranges)
 
 
 def test_signature_names_what_callers_look_for(kernel):

@@ -49,7 +49,7 @@ def _offsets() -> Tensor:
 
 def _attention(
     heads: int, key_heads: int, dim: int, dtype: torch.dtype, value_dim: int = 0, sinks: bool = False,
-    window: int = -1, softcap: float = 0.0,
+    window: int = -1, softcap: float = 0.0, ranges: bool = False,
 ) -> Call:  # fmt: skip
     value_dim = value_dim or dim
 
@@ -58,11 +58,12 @@ def _attention(
             q=_new(TOKENS, heads, dim, dtype=dtype), k=_new(TOKENS, key_heads, dim, dtype=dtype),
             v=_new(TOKENS, key_heads, value_dim, dtype=dtype), cu_seqlens_q=_offsets(), cu_seqlens_k=_offsets(),
             s_aux=_new(heads) if sinks else None, seed=_new(1, dtype=torch.int64), dropout_p=0.0, softmax_scale=0.1,
-            window_left=window, window_right=0, softcap=softcap,
+            window_left=window, window_right=-1 if ranges else 0, softcap=softcap,
+            visible_keys=_new(TOKENS, 2, dtype=torch.int32) if ranges else None,
         )  # fmt: skip
 
     sizes = f"D={dim}" + f" V={value_dim}" * (value_dim != dim)
-    sizes += " sinks" * sinks + " window" * (window >= 0) + " softcap" * (softcap > 0)
+    sizes += " sinks" * sinks + " window" * (window >= 0) + " softcap" * (softcap > 0) + " ranges" * ranges
     return Call("flash_attn_varlen_fwd", sizes, dtype, arguments)
 
 
@@ -104,6 +105,7 @@ def all_calls() -> list[Call]:
     calls += [_attention(64, 8, 64, torch.bfloat16, sinks=True, window=128)]
     calls += [_attention(16, 16, 192, torch.bfloat16, value_dim=128)]
     calls += [_attention(8, 4, 256, dtype, window=4096, softcap=50.0) for dtype in ALL]
+    calls += [_attention(8, 4, 256, dtype, ranges=True) for dtype in ALL]
     for op in ("gated_delta_rule_fwd", "kda_fwd"):
         calls += [_delta_rule(op, 16, 32, 128, dtype) for dtype in ALL]
         calls += [_delta_rule(op, 16, 16, 64, torch.float16)]

@@ -84,6 +84,9 @@ def attention(draw: Draw, backward: bool) -> Arguments:
         seed=torch.tensor([7]), dropout_p=draw.choice([0.0, 0.5]), softmax_scale=0.4, window_left=draw.randint(-1, 3),
         window_right=draw.randint(-1, 3), softcap=draw.choice([0.0, 2.0]),
     )  # fmt: skip
+    if draw.flag():
+        ranges = torch.randint(-2, Tk + 2, (Tq, 2), dtype=torch.int32)
+        arguments.update(window_left=-1, window_right=-1, visible_keys=ranges)
     if backward:
         arguments.update(
             dout=tensor(dtype, Tq, H, V), out=tensor(dtype, Tq, H, V), lse=tensor(wide, H, Tq),
@@ -289,7 +292,8 @@ def make_call(seed: int) -> Tuple[str, Arguments, int]:
     torch.manual_seed(seed)
     op = draw.choice(sorted(VALID))
     arguments = VALID[op](draw, op.endswith("_bwd"))
-    integers = [name for name, value in arguments.items() if "seqlens" in name or "indices" in name]
+    words = ("seqlens", "indices", "visible")
+    integers = [name for name, value in arguments.items() if any(word in name for word in words)]
     faults = draw.choice([0, 1, 1, 1, 2, 3])
     for _ in range(faults):
         name = draw.choice(integers if integers and draw.flag() else sorted(arguments))

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 #include "cpu/flash_attn_varlen/flash_attn_varlen.h"
 #include "trial.h"
@@ -31,6 +32,26 @@ std::vector<int64_t> DrawKeyLengths(Draw& draw, const PackingView& queries, int6
   return lengths;
 }
 
+// Any two numbers for each query, most of them near its sequence's keys.
+const int32_t* DrawRanges(Trial& trial, const AttentionArgs& args) {
+  Draw& draw = trial.draw;
+  std::vector<int32_t> ranges(static_cast<size_t>(2 * args.queries.tokens));
+  for (int32_t& bound : ranges) {
+    bound = static_cast<int32_t>(draw.Chance(5) ? draw.Pick<int64_t>({INT32_MIN, -1, 0, INT32_MAX})
+                                                : draw.Between(-3, args.keys.tokens + 3));
+  }
+  for (int64_t n = 0; n < args.queries.num_sequences; ++n) {
+    if (draw.Chance(30)) continue;
+    const int64_t keys = args.keys.length(n), width = draw.Pick<int64_t>({0, 1, 40, 600});
+    for (int64_t t = args.queries.bos(n); t < args.queries.eos(n); ++t) {
+      const int64_t first = draw.Between(0, keys);
+      ranges[2 * t] = static_cast<int32_t>(first);
+      ranges[2 * t + 1] = static_cast<int32_t>(std::min(keys, first + draw.Between(0, width)) - 1);
+    }
+  }
+  return trial.ReadIntegers("visible_keys", ranges);
+}
+
 }  // namespace
 
 void FuzzAttention(Trial& trial) {
@@ -56,13 +77,17 @@ void FuzzAttention(Trial& trial) {
   shared.softcap = draw.Chance(25) ? draw.Uniform(0.5, 20) : 0;
   shared.window_left = draw.Chance(60) ? -1 : draw.Pick<int64_t>({0, 1, 5, 63, 64, 127, 200, kWidestWindow});
   shared.window_right = draw.Chance(50) ? 0 : draw.Chance(60) ? -1 : draw.Pick<int64_t>({1, 7, 64, 130, kWidestWindow});
+  if (draw.Chance(30)) {
+    shared.window_left = shared.window_right = -1;
+    shared.visible_keys = DrawRanges(trial, shared);
+  }
   shared.dropout_p = draw.Chance(20) ? draw.Uniform(0.01, 0.99) : 0;
   shared.dropout_seed = draw.Bits();
   const bool sinks = draw.Chance(30), want_lse = draw.Chance(80), dlse = draw.Chance(30);
-  trial.Describe("tier %s, %s, H=%ld HK=%ld K=%ld V=%ld, scale %g softcap %g window %ld %ld dropout %g%s%s%s",
+  trial.Describe("tier %s, %s, H=%ld HK=%ld K=%ld V=%ld, scale %g softcap %g window %ld %ld dropout %g%s%s%s%s",
                  TierName(shared.tier), NameOf(dtype), H, HK, K, V, shared.softmax_scale, shared.softcap,
-                 shared.window_left, shared.window_right, shared.dropout_p, sinks ? ", sinks" : "",
-                 want_lse ? ", lse" : "", dlse ? ", dlse" : "");
+                 shared.window_left, shared.window_right, shared.dropout_p, shared.visible_keys != nullptr ? ", ranges" : "",
+                 sinks ? ", sinks" : "", want_lse ? ", lse" : "", dlse ? ", dlse" : "");
 
   const Axes q_axes = PerToken(shared.queries, {Tq, H, K}), out_axes = PerToken(shared.queries, {Tq, H, V});
   const Axes k_axes = PerToken(shared.keys, {Tk, HK, K}), v_axes = PerToken(shared.keys, {Tk, HK, V});

@@ -235,12 +235,15 @@ Strided Trial::Read(const char* name, Dtype dtype, const Axes& axes, Lies lies, 
   return {data, strides};
 }
 
-const int64_t* Trial::ReadIntegers(const char* name, const std::vector<int64_t>& values) {
-  int64_t* data = static_cast<int64_t*>(NewBlock(name, values.size() * sizeof(int64_t), sizeof(int64_t)));
+template <class Int>
+const Int* Trial::ReadIntegers(const char* name, const std::vector<Int>& values) {
+  Int* data = static_cast<Int*>(NewBlock(name, values.size() * sizeof(Int), sizeof(Int)));
   std::copy(values.begin(), values.end(), data);
   Seal(data);
   return data;
 }
+template const int32_t* Trial::ReadIntegers(const char*, const std::vector<int32_t>&);
+template const int64_t* Trial::ReadIntegers(const char*, const std::vector<int64_t>&);
 
 void* Trial::Write(const char* name, Dtype dtype, const Axes& axes, Padding padding) {
   const std::vector<int64_t> strides = ContiguousStrides(axes.sizes);

@@ -93,7 +93,8 @@ class Trial {
   const void* Read(const char* name, Dtype dtype, const Axes& axes, Range range = {-1, 1}) {
     return Read(name, dtype, axes, Lies::kContiguous, range).data;
   }
-  const int64_t* ReadIntegers(const char* name, const std::vector<int64_t>& values);
+  template <class Int>
+  const Int* ReadIntegers(const char* name, const std::vector<Int>& values);
 
   // ---- tensors that are written: every element of every token must be ----
   void* Write(const char* name, Dtype dtype, const Axes& axes, Padding padding = Padding::kZero);

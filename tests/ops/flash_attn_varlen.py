@@ -1,7 +1,7 @@
 """flash_attn_varlen as the harness calls it."""
 
 from dataclasses import dataclass
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 
@@ -20,12 +20,17 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     query_scale: float = 1.0
+    # A range of visible keys for each query: None, "blocks" (causal, and stretches that see each other both ways), the
+    # same with a window, or "any" (drawn for each query, one in four sees nothing).
+    ranges: Optional[str] = None
 
     def __str__(self) -> str:
         return self.why.replace(" ", "_")
 
     @property
     def settings(self):
+        if self.ranges is not None:
+            return dict(softcap=self.softcap)
         return dict(causal=self.causal, window_size=self.window, softcap=self.softcap)
 
 
@@ -39,7 +44,29 @@ CASES = [
     Case("window both ways with sinks", causal=False, window=(3, 5), sinks=True),
     Case("softcap", softcap=5.0, query_scale=4.0),
     Case("sinks softcap window", softcap=5.0, window=(7, 7), sinks=True, query_scale=4.0),
+    Case("ranges of blocks", ranges="blocks"),
+    Case("ranges of blocks with a window", heads=(3, 1), dims=(24, 8), ranges="windowed blocks", sinks=True),
+    Case("ranges of any kind", heads=(2, 2), dims=(17, 16), ranges="any", softcap=5.0, sinks=True, query_scale=4.0),
 ]
+
+
+def draw_ranges(kind: str, length: int) -> torch.Tensor:
+    """First and last visible key of each of a sequence's queries, int32 ``[length, 2]``."""
+    at = torch.arange(length)
+    if kind == "any":
+        first = (torch.rand(length) * length).long()
+        last = first + (torch.rand(length) * (length - first)).long()
+        last[torch.rand(length) < 0.25] = -1
+        return torch.stack([first, last], 1).to(torch.int32)
+    first = (at - 6).clamp(min=0) if kind == "windowed blocks" else torch.zeros_like(at)
+    last = at.clone()
+    begin = 0
+    while begin < length:
+        end = min(length, begin + int(torch.randint(1, 40, ())))
+        if torch.rand(()) < 0.5:
+            last[begin:end] = end - 1
+        begin = end
+    return torch.stack([first, last], 1).to(torch.int32)
 
 
 def op_under_test(case: Case) -> OpUnderTest:
@@ -54,6 +81,9 @@ def op_under_test(case: Case) -> OpUnderTest:
         }
         if case.sinks:
             inputs["s_aux"] = torch.randn(heads).to(dtype)
+        if case.ranges is not None:
+            padding = torch.full((pack.padding, 2), 2**30, dtype=torch.int32)
+            inputs["visible_keys"] = torch.cat([*(draw_ranges(case.ranges, n) for n in pack.lengths), padding])
         return inputs
 
     def run(inputs, **boundaries):
@@ -62,8 +92,9 @@ def op_under_test(case: Case) -> OpUnderTest:
 
     def reference(inputs, cu_seqlens):
         out, lse = kernel.flash_attn_varlen.flash_attn_varlen_reference(
-            inputs["q"], inputs["k"], inputs["v"], cu_seqlens, cu_seqlens, s_aux=inputs.get("s_aux"), **case.settings
-        )
+            inputs["q"], inputs["k"], inputs["v"], cu_seqlens, cu_seqlens, s_aux=inputs.get("s_aux"),
+            visible_keys=inputs.get("visible_keys"), **case.settings,
+        )  # fmt: skip
         return {"out": out, "lse": lse}
 
     return OpUnderTest(
@@ -71,7 +102,7 @@ def op_under_test(case: Case) -> OpUnderTest:
         make,
         run,
         reference,
-        {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 1},
+        {"q": 0, "k": 0, "v": 0, "visible_keys": 0, "out": 0, "lse": 1},
         spellings=("cu_seqlens",),
         rename={"cu_seqlens": ("cu_seqlens_q",)},
     )

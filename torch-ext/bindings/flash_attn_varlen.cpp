@@ -22,7 +22,7 @@ HeadRows RowsOf(const Tensor& tensor) { return {tensor.const_data_ptr(), tensor.
 void FillArgs(const char* op, AttentionArgs* args, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const std::optional<Tensor>& s_aux,
               const std::optional<Tensor>& seed, double dropout_p, double softmax_scale, int64_t window_left,
-              int64_t window_right, double softcap) {
+              int64_t window_right, double softcap, const std::optional<Tensor>& visible_keys) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3, op, ": q, k and v must have 3 dimensions");
   STD_TORCH_CHECK(q.is_cpu() && k.is_cpu() && v.is_cpu(), op, ": q, k and v must be CPU tensors");
   args->tier = CheckedTier(op, Tier::kAmx);
@@ -63,17 +63,26 @@ void FillArgs(const char* op, AttentionArgs* args, const Tensor& q, const Tensor
   args->softcap = softcap;
   args->window_left = window_left < 0 ? -1 : std::min(window_left, kWidestWindow);
   args->window_right = window_right < 0 ? -1 : std::min(window_right, kWidestWindow);
+  if (visible_keys.has_value()) {
+    STD_TORCH_CHECK(visible_keys->dim() == 2 && visible_keys->size(0) == q.size(0) && visible_keys->size(1) == 2 &&
+                        visible_keys->is_contiguous() && visible_keys->is_cpu() &&
+                        visible_keys->scalar_type() == ScalarType::Int,
+                    op, ": visible_keys must be [Tq, 2] in int32");
+    STD_TORCH_CHECK(window_left < 0 && window_right < 0, op, ": visible_keys and a window exclude each other");
+  }
+  args->visible_keys = static_cast<const int32_t*>(DataOrNull(visible_keys));
 }
 
 std::tuple<Tensor, Tensor> Forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
                                    std::optional<Tensor> s_aux, std::optional<Tensor> seed, double dropout_p,
-                                   double softmax_scale, int64_t window_left, int64_t window_right, double softcap) {
+                                   double softmax_scale, int64_t window_left, int64_t window_right, double softcap,
+                                   std::optional<Tensor> visible_keys) {
   AttentionForwardArgs args;
   q = WithContiguousRows(q);
   k = WithContiguousRows(k);
   v = WithContiguousRows(v);
   FillArgs(kForward, &args, q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, seed, dropout_p, softmax_scale, window_left,
-           window_right, softcap);
+           window_right, softcap, visible_keys);
   Tensor out = NewTensor(q, {q.size(0), args.H, args.V}, q.scalar_type());
   Tensor lse = NewTensor(q, {args.H, q.size(0)}, AccumulationType(q));
   args.out = out.mutable_data_ptr();
@@ -86,7 +95,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Backward(Tensor dout, std::optional<T
                                                     Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q,
                                                     Tensor cu_seqlens_k, std::optional<Tensor> s_aux,
                                                     std::optional<Tensor> seed, double dropout_p, double softmax_scale,
-                                                    int64_t window_left, int64_t window_right, double softcap) {
+                                                    int64_t window_left, int64_t window_right, double softcap,
+                                                    std::optional<Tensor> visible_keys) {
   AttentionBackwardArgs args;
   q = WithContiguousRows(q);
   k = WithContiguousRows(k);
@@ -96,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Backward(Tensor dout, std::optional<T
   lse = Contiguous(lse);
   dlse = Contiguous(dlse);
   FillArgs(kBackward, &args, q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, seed, dropout_p, softmax_scale, window_left,
-           window_right, softcap);
+           window_right, softcap, visible_keys);
   for (const Tensor* tensor : {&dout, &out}) {
     STD_TORCH_CHECK(tensor->dim() == 3 && tensor->size(0) == q.size(0) && tensor->size(1) == args.H &&
                         tensor->size(2) == args.V && tensor->scalar_type() == q.scalar_type() && tensor->is_cpu(),
@@ -128,12 +138,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Backward(Tensor dout, std::optional<T
 void define_flash_attn_varlen(OpLibrary& ops) {
   ops.def(
       "flash_attn_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? s_aux, "
-      "Tensor? seed, float dropout_p, float softmax_scale, int window_left, int window_right, float softcap) "
-      "-> (Tensor out, Tensor lse)");
+      "Tensor? seed, float dropout_p, float softmax_scale, int window_left, int window_right, float softcap, "
+      "Tensor? visible_keys=None) -> (Tensor out, Tensor lse)");
   ops.def(
       "flash_attn_varlen_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
       "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? s_aux, Tensor? seed, float dropout_p, float softmax_scale, "
-      "int window_left, int window_right, float softcap) -> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)");
+      "int window_left, int window_right, float softcap, Tensor? visible_keys=None) "
+      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux)");
 }
 
 void implement_flash_attn_varlen_cpu(OpLibrary& ops) {

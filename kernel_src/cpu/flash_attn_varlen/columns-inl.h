@@ -43,6 +43,27 @@ PACKFREE_INLINE uint64_t Scatter64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// Bounds of a tile's columns by visible_keys. Ends may rise and fall from one query to the next.
+template <class Acc>
+__attribute__((noinline)) void ListBounds(const AttentionArgs& args, int64_t sequence, QueryTile<Acc>* tile) {
+  using Int = typename VecTraits<Acc>::IntLane;
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(sequence), key_length = args.keys.length(sequence);
+  tile->some = {key_length, 0};
+  tile->all = {0, key_length};
+  for (int64_t c = 0; c < tile->columns; ++c) {
+    const KeySpan span = ListedKeys(args, key_length, bos + (tile->first + c) / group);
+    tile->key_begin[c] = static_cast<Int>(span.begin);
+    tile->key_end[c] = static_cast<Int>(span.end);
+    // A query that sees nothing, {0, 0}, leaves no key that all see, and adds none that some see.
+    tile->all.begin = span.begin > tile->all.begin ? span.begin : tile->all.begin;
+    tile->all.end = span.end < tile->all.end ? span.end : tile->all.end;
+    if (span.begin == span.end) continue;
+    tile->some.begin = span.begin < tile->some.begin ? span.begin : tile->some.begin;
+    tile->some.end = span.end > tile->some.end ? span.end : tile->some.end;
+  }
+  if (tile->some.end == 0) tile->some = {0, 0};
+}
+
 // `info` has room for 4 * kTileColumns elements of Acc.
 template <class Acc>
 inline void DescribeTile(const AttentionArgs& args, int64_t sequence, int64_t kv_head, int64_t tile, Acc* info,
@@ -76,6 +97,7 @@ inline void DescribeTile(const AttentionArgs& args, int64_t sequence, int64_t kv
       out->dropout[kTileColumns + c] = static_cast<uint32_t>(key >> 32);
     }
   }
+  if (args.visible_keys != nullptr) ListBounds(args, sequence, out);
 }
 
 // keep[c] = 1 / (1 - p) where (query of column c, key) survives dropout, else 0, for `count` columns.

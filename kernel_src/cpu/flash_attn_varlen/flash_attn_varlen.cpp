@@ -135,6 +135,14 @@ void ClearRows(void* data, int64_t from, int64_t tokens, int64_t row_bytes) {
 // Keys that all queries of a sequence see together: what a work item costs, up to a factor.
 int64_t VisiblePairs(const AttentionArgs& args, int64_t sequence, int64_t query_begin, int64_t query_end) {
   const int64_t query_length = args.queries.length(sequence), key_length = args.keys.length(sequence);
+  if (args.visible_keys != nullptr) {
+    int64_t pairs = 2 * kKeyBlock * (query_end - query_begin);
+    for (int64_t i = query_begin; i < query_end; ++i) {
+      const KeySpan span = ListedKeys(args, key_length, args.queries.bos(sequence) + i);
+      pairs += 2 * (span.end - span.begin);
+    }
+    return pairs;
+  }
   const KeySpan first = VisibleKeys(args, query_length, key_length, query_begin);
   const KeySpan last = VisibleKeys(args, query_length, key_length, query_end - 1);
   return (query_end - query_begin) * (first.end - first.begin + last.end - last.begin + 2 * kKeyBlock);

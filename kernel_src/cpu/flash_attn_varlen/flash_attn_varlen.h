@@ -34,6 +34,8 @@ struct AttentionArgs {
   double softcap;         // 0: off
   int64_t window_left;    // keys before the aligned one that a query sees, at most kWidestWindow; -1: all
   int64_t window_right;   // keys after it, the same. Causal is 0.
+  const int32_t* visible_keys;  // [Tq, 2] first and last key that each query sees, counted from its sequence's first
+                                // key and clamped to the sequence; the windows are then unbounded. null: they decide
   double dropout_p;       // in [0, 1)
   uint64_t dropout_seed;  // only read if dropout_p > 0
 };
@@ -79,8 +81,8 @@ struct KeySpan {
   int64_t end;
 };
 
-// The keys that query `i` of a sequence sees. The last query is aligned with the last key. Both ends never fall as i
-// rises.
+// The keys that query `i` of a sequence sees by the windows. The last query is aligned with the last key. Both ends
+// never fall as i rises.
 inline KeySpan VisibleKeys(const AttentionArgs& args, int64_t query_length, int64_t key_length, int64_t i) {
   const int64_t aligned = i + key_length - query_length;
   int64_t begin = args.window_left < 0 ? 0 : aligned - args.window_left;
@@ -88,6 +90,13 @@ inline KeySpan VisibleKeys(const AttentionArgs& args, int64_t query_length, int6
   begin = begin < 0 ? 0 : begin > key_length ? key_length : begin;
   end = end < begin ? begin : end > key_length ? key_length : end;
   return {begin, end};
+}
+
+// The keys that the query at row `token` of visible_keys sees; {0, 0} for none.
+inline KeySpan ListedKeys(const AttentionArgs& args, int64_t key_length, int64_t token) {
+  const int64_t first = args.visible_keys[2 * token], last = args.visible_keys[2 * token + 1];
+  const int64_t begin = first < 0 ? 0 : first, end = last < key_length ? last + 1 : key_length;
+  return begin < end ? KeySpan{begin, end} : KeySpan{0, 0};
 }
 
 // Query tiles of one sequence and one key/value head.

@@ -123,6 +123,38 @@ def visible_keys(i, query_length, key_length, left, right):
 
 
 @triton.jit
+def listed_keys(ranges, token, seen, key_length):
+    """The same by the list ``ranges`` of first and last keys, for the queries at row ``token`` of it; 0, 0 for none."""
+    begin = tl.maximum(tl.load(ranges + 2 * token, seen, 0), 0)
+    # The last key is cut before 1 is added: it may be the largest number there is.
+    end = tl.minimum(tl.load(ranges + 2 * token + 1, seen, -1), key_length - 1) + 1
+    nothing = begin >= end
+    return tl.where(nothing, 0, begin), tl.where(nothing, 0, end)
+
+
+@triton.jit
+def key_blocks(
+    ranges, begin, end, here, part, query_length, key_length, left, right, TOKENS: tl.constexpr, BN: tl.constexpr
+):
+    """Blocks of keys that some row of a tile sees, [low, high), and in the middle of them those that every row sees
+    whole, [whole, whole_end); both are ``high`` where there is none of these."""
+    if ranges is not None:
+        low = tl.min(tl.where(here & (begin < end), begin, key_length))
+        high = tl.max(tl.where(here, end, 0))
+        low = tl.minimum(low, high)
+        all_begin = tl.max(tl.where(here, begin, 0))
+        all_end = tl.min(tl.where(here, end, key_length))
+    else:
+        low, all_end = visible_keys(part * TOKENS, query_length, key_length, left, right)
+        last = tl.minimum((part + 1) * TOKENS, query_length) - 1
+        all_begin, high = visible_keys(last, query_length, key_length, left, right)
+    low, high = low // BN, tl.cdiv(high, BN)
+    whole, whole_end = tl.cdiv(all_begin, BN), all_end // BN
+    any_whole = whole < whole_end
+    return low, tl.where(any_whole, whole, high), tl.where(any_whole, whole_end, high), high
+
+
+@triton.jit
 def tile_rows(tile, chunk, query_length, BM: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr):
     """Query position and head inside the group of each row of a tile, and whether there is such a row."""
     row = tl.arange(0, BM)

@@ -10,6 +10,7 @@ from .._checks import check_dtype, check_same_device, check_served, check_shape,
 from .._ops import ops
 from ..packing import Boundaries, check_cu_seqlens, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
+from .visible import check_ranges_are_inside, check_visible_keys
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST_HEAD_DIM = 512
@@ -36,6 +37,7 @@ def flash_attn_varlen_func(
     block_table: Optional[Tensor] = None,
     *,
     s_aux: Optional[Tensor] = None,
+    visible_keys: Optional[Tensor] = None,
 ) -> Attended:
     """Attention in which each packed sequence sees only its own keys.
 
@@ -68,6 +70,11 @@ def flash_attn_varlen_func(
         return_attn_probs: also return the log-sum-exp of each row.
         alibi_slopes, block_table: not supported.
         s_aux: ``[H]`` or None, one learnable logit a head; any float dtype.
+        visible_keys: ``[Tq, 2]`` int32 or int64, or None: the first and the last key that each query sees, counted from
+            its sequence's first key, in place of ``causal`` and ``window_size``. Any range may stand beside any other:
+            a prefix or an image whose tokens see each other both ways, also with a window. ``last < first`` sees
+            nothing. Rows after the last offset are not read. Values are checked on a CPU in eager mode; elsewhere a
+            range is cut to its sequence, so that no read leaves it.
 
     Returns:
         out ``[Tq, H, V]`` in ``q``'s dtype; with ``return_attn_probs`` the tuple ``(out, softmax_lse, None)``, where
@@ -80,13 +87,15 @@ def flash_attn_varlen_func(
 
     Devices and dtypes: CPU; float32, bfloat16, float16, and float64 for numerical checks (slow). CUDA; float32,
     bfloat16, float16, head dims to 256, by kernels in Triton. There up to 8 sequences in bfloat16 or float16 with one
-    head dim for q, k and v, a multiple of 8, are served by PyTorch's flash attention if neither dropout, softcap, sinks
-    nor the gradient of softmax_lse is asked for, and neither ``deterministic`` nor PyTorch's deterministic mode.
+    head dim for q, k and v, a multiple of 8, are served by PyTorch's flash attention if neither dropout, softcap,
+    sinks, visible_keys nor the gradient of softmax_lse is asked for, and neither ``deterministic`` nor PyTorch's
+    deterministic mode.
 
     Raises:
         TypeError: a dtype or type not listed above, or q, k, v of different dtypes.
         ValueError: shapes that do not fit, malformed offsets, a head dim above 512, ``dropout_p`` outside ``[0, 1)``, a
-            negative ``softcap``, or (eager mode) a ``max_seqlen_*`` below the longest sequence.
+            negative ``softcap``, ``visible_keys`` beside ``causal`` or a window, or (eager mode) a ``max_seqlen_*``
+            below the longest sequence, or a range that leaves its sequence.
         NotImplementedError: ``alibi_slopes`` or ``block_table`` given, a second derivative, or one in forward mode.
 
     Example:
@@ -109,9 +118,13 @@ def flash_attn_varlen_func(
         raise value_error(op, "cu_seqlens_k", must, offsets_k.shape[0] - 1)
     _check_longest(op, "max_seqlen_q", max_seqlen_q, offsets_q)
     _check_longest(op, "max_seqlen_k", max_seqlen_k, offsets_k)
+    if visible_keys is not None:
+        visible_keys = check_visible_keys(op, visible_keys, q, causal, window_size, "[Tq, 2]")
+        check_ranges_are_inside(op, visible_keys, offsets_q, offsets_k)
     out, lse = _attend(
-        op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic
-    )
+        op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic,
+        visible_keys,
+    )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -129,21 +142,26 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Optional[Tensor] = None,
+    visible_keys: Optional[Tensor] = None,
 ) -> Attended:
     """Attention over a batch in which every row is one sequence.
 
-    Shapes: q ``[B, Tq, H, K]``, k ``[B, Tk, HK, K]``, v ``[B, Tk, HK, V]``; returns out ``[B, Tq, H, V]``, with
-    ``return_attn_probs`` the tuple ``(out, softmax_lse [B, H, Tq], None)``. Everything else, errors included, as
-    :func:`flash_attn_varlen_func`.
+    Shapes: q ``[B, Tq, H, K]``, k ``[B, Tk, HK, K]``, v ``[B, Tk, HK, V]``, visible_keys ``[B, Tq, 2]``; returns out
+    ``[B, Tq, H, V]``, with ``return_attn_probs`` the tuple ``(out, softmax_lse [B, H, Tq], None)``. Everything else,
+    errors included, as :func:`flash_attn_varlen_func`.
     """
     op = "flash_attn_func"
     _refuse(op, alibi_slopes=alibi_slopes)
     _check_heads(op, q, k, v, 4)
     batch, query_length = q.shape[0], q.shape[1]
     rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    offsets_q, offsets_k = rows * query_length, rows * k.shape[1]
+    if visible_keys is not None:
+        visible_keys = check_visible_keys(op, visible_keys, q, causal, window_size, "[B, Tq, 2]")
+        check_ranges_are_inside(op, visible_keys, offsets_q, offsets_k)
     out, lse = _attend(
-        op, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rows * query_length, rows * k.shape[1], dropout_p,
-        softmax_scale, causal, window_size, softcap, s_aux, deterministic,
+        op, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), offsets_q, offsets_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, s_aux, deterministic, visible_keys,
     )  # fmt: skip
     out = out.unflatten(0, (batch, query_length))
     if not return_attn_probs:
@@ -208,8 +226,9 @@ def _attend(
     softcap: float,
     s_aux: Optional[Tensor],
     deterministic: bool = False,
+    visible_keys: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
-    """The op on checked q, k, v and offsets; returns out ``[Tq, H, V]`` and lse ``[H, Tq]``."""
+    """The op on checked q, k, v, offsets and ranges; returns out ``[Tq, H, V]`` and lse ``[H, Tq]``."""
     if not 0 <= dropout_p < 1:
         raise value_error(op, "dropout_p", "lie in [0, 1)", dropout_p)
     if softcap is None or softcap < 0:
@@ -232,5 +251,5 @@ def _attend(
     scale = float(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     return ops.flash_attn_varlen_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, seed, float(dropout_p), scale,
-        left, 0 if causal else right, float(softcap),
+        left, 0 if causal else right, float(softcap), visible_keys,
     )  # fmt: skip

@@ -31,6 +31,7 @@ def _fwd_fake(
     window_left: int,
     window_right: int,
     softcap: float,
+    visible_keys: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     tokens, heads = q.shape[0], q.shape[1]
     out = q.new_empty((tokens, heads, v.shape[2]))
@@ -56,6 +57,7 @@ def _bwd_fake(
     window_left: int,
     window_right: int,
     softcap: float,
+    visible_keys: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     ds_aux = q.new_empty((q.shape[1] if s_aux is not None else 0,), dtype=_accumulation_dtype(q))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), ds_aux

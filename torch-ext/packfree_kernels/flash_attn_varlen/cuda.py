@@ -51,6 +51,7 @@ def served_by(
     softmax_scale: float,
     softcap: float,
     dlse: Optional[Tensor] = None,
+    visible_keys: Optional[Tensor] = None,
 ) -> str:
     """Which kernel serves a forward, or a backward with these gradients: :data:`PYTORCH` or :data:`TRITON`.
 
@@ -69,6 +70,7 @@ def served_by(
         and softmax_scale > 0
         and s_aux is None
         and dlse is None
+        and visible_keys is None
     )
     if not supported or seed is not None or torch.are_deterministic_algorithms_enabled():
         return TRITON
@@ -90,6 +92,7 @@ def flash_attn_varlen_fwd(
     window_left: int,
     window_right: int,
     softcap: float,
+    visible_keys: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     """The op of this name on CUDA tensors; out ``[Tq, H, V]`` and lse ``[H, Tq]`` in float32.
 
@@ -97,10 +100,10 @@ def flash_attn_varlen_fwd(
         TypeError: float64.
         ValueError: a head dim above 256.
     """
-    if served_by(q, k, v, cu_seqlens_q, s_aux, seed, softmax_scale, softcap) == TRITON:
+    if served_by(q, k, v, cu_seqlens_q, s_aux, seed, softmax_scale, softcap, None, visible_keys) == TRITON:
         return triton_fwd.flash_attn_varlen_fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, s_aux, seed, dropout_p, softmax_scale, window_left, window_right,
-            softcap,
+            softcap, visible_keys,
         )  # fmt: skip
     q, k, v = (_aligned(x) for x in (q, k, v))
     left, right = min(window_left, _WIDEST), min(window_right, _WIDEST)
@@ -133,15 +136,16 @@ def flash_attn_varlen_bwd(
     window_left: int,
     window_right: int,
     softcap: float,
+    visible_keys: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op of this name on CUDA tensors; dq, dk and dv in the inputs' shapes, ds_aux ``[H]`` or ``[0]``.
 
     Raises: as the forward.
     """
-    if served_by(q, k, v, cu_seqlens_q, s_aux, seed, softmax_scale, softcap, dlse) == TRITON:
+    if served_by(q, k, v, cu_seqlens_q, s_aux, seed, softmax_scale, softcap, dlse, visible_keys) == TRITON:
         return triton_bwd.flash_attn_varlen_bwd(
             dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, seed, dropout_p, softmax_scale,
-            window_left, window_right, softcap,
+            window_left, window_right, softcap, visible_keys,
         )  # fmt: skip
     dout, q, k, v, out = (_aligned(x) for x in (dout, q, k, v, out))
     lse = lse.masked_fill(lse == float("-inf"), float("inf")).contiguous()

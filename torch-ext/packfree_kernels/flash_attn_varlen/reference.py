@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..packing import sequence_bounds
+from .visible import visible_mask
 
 _MASK_64 = (1 << 64) - 1
 _MASK_32 = (1 << 32) - 1
@@ -43,7 +44,7 @@ def dropout_keep(seed: int, sequence: int, head: int, query_length: int, key_len
     return torch.stack(rows) if rows else torch.zeros(0, key_length, dtype=torch.bool)
 
 
-def visible_keys(query_length: int, key_length: int, causal: bool, window_size: Tuple[int, int]) -> Tensor:
+def windowed_keys(query_length: int, key_length: int, causal: bool, window_size: Tuple[int, int]) -> Tensor:
     """Which keys each query sees, bool ``[query_length, key_length]``; the last query is aligned with the last key."""
     left, right = window_size
     if causal:
@@ -70,6 +71,7 @@ def flash_attn_varlen_reference(
     s_aux: Optional[Tensor] = None,
     dropout_p: float = 0.0,
     seed: Optional[int] = None,
+    visible_keys: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     """Attention of each sequence by itself.
 
@@ -78,6 +80,7 @@ def flash_attn_varlen_reference(
         cu_seqlens_q, cu_seqlens_k: offsets ``[N + 1]``.
         s_aux: ``[H]`` or None, an extra logit of each head whose value is 0.
         seed: of :func:`dropout_keep`; needed if ``dropout_p > 0``.
+        visible_keys: ``[Tq, 2]`` or None, in place of ``causal`` and ``window_size``.
         The others: see ``flash_attn_varlen_func``.
 
     Returns:
@@ -95,7 +98,10 @@ def flash_attn_varlen_reference(
         score = query @ key.transpose(1, 2) * scale
         if softcap > 0:
             score = softcap * torch.tanh(score / softcap)
-        seen = visible_keys(q_eos - q_bos, k_eos - k_bos, causal, window_size)
+        if visible_keys is None:
+            seen = windowed_keys(q_eos - q_bos, k_eos - k_bos, causal, window_size)
+        else:
+            seen = visible_mask(visible_keys[q_bos:q_eos], k_eos - k_bos)
         score = score.masked_fill(~seen, float("-inf"))
         if s_aux is not None:
             sink = s_aux.to(score.dtype)[:, None, None].expand(heads, q_eos - q_bos, 1)

@@ -17,6 +17,8 @@ from .._triton.attention import (
     dropout_seed,
     dropout_streams,
     is_roomy,
+    key_blocks,
+    listed_keys,
     load_rows,
     store_rows,
     tanh,
@@ -84,6 +86,7 @@ def flash_attn_varlen_bwd(
     window_left: int,
     window_right: int,
     softcap: float,
+    ranges: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     check_served("flash_attn_varlen_bwd", q, v)
     dout, q, k, v, out = (contiguous_rows(x) for x in (dout, q, k, v, out))
@@ -108,17 +111,24 @@ def flash_attn_varlen_bwd(
     blocks = cut_into_blocks(with_padding(cu_seqlens_q, tokens), tokens, rows.tokens)
     launch(
         _backward_queries, programs(q, blocks.most * kv_heads * rows.chunks, 8),
-        dout, dlse, q, k, v, out, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, seed, blocks.items, blocks.count,
+        dout, dlse, q, k, v, out, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, ranges, seed, blocks.items, blocks.count,
         sequences, tokens, *out.stride()[:2], *strides, *numbers, float(softmax_scale), kv_heads,
         **rows.constants, **constants, **shape,
     )  # fmt: skip
     shape = key_tile(*kind)
     rows = Rows(shape.pop("BM"), heads // kv_heads)
     blocks = cut_into_blocks(with_padding(cu_seqlens_k, keys), keys, shape["BN"])
+    seen_by = None
+    if ranges is not None:
+        seen_by = ranges.new_empty((blocks.most, 2))
+        launch(
+            _queries_of_blocks, programs(q, blocks.most, 8), ranges, seen_by, cu_seqlens_q, cu_seqlens_k, blocks.items,
+            blocks.count, sequences, BN=shape["BN"], BT=1024, num_warps=4,
+        )  # fmt: skip
     launch(
         _backward_keys, programs(q, blocks.most * kv_heads, 8),
-        dout, q, k, v, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seed, blocks.items, blocks.count,
-        sequences, tokens, keys, *strides, *numbers, float(softmax_scale), kv_heads,
+        dout, q, k, v, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, ranges, seen_by, seed, blocks.items,
+        blocks.count, sequences, tokens, keys, *strides, *numbers, float(softmax_scale), kv_heads,
         **rows.constants, **constants, **shape,
     )  # fmt: skip
     return dq, dk, dv, _sink_gradient(s_aux, lse, delta)
@@ -179,7 +189,7 @@ def _add_to_queries(
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "left", "right", "threshold"])
 def _backward_queries(
-    dout, dlse, q, k, v, out, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, seed, items, count, sequences, tokens,
+    dout, dlse, q, k, v, out, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, ranges, seed, items, count, sequences, tokens,
     out_token, out_head, dout_token, dout_head, q_token, q_head, k_token, k_head, v_token, v_head,
     inner, outer, left, right, threshold, keep_scale, final_scale, kv_heads,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, CHUNKS: tl.constexpr,
@@ -213,18 +223,17 @@ def _backward_queries(
         tl.store(delta + entry, center, here)
         # Rows that are none get probability 0.
         log_sum = tl.load(lse + entry, here, float("inf")) * LOG2E
-        begin, end = visible_keys(i, query_length, key_length, left, right)
+        if ranges is not None:
+            begin, end = listed_keys(ranges, token, seen, key_length)
+        else:
+            begin, end = visible_keys(i, query_length, key_length, left, right)
         streams = i
         if seed is not None:
             streams = dropout_streams(seed, sequence, head, i)
 
-        low, all_end = visible_keys(part * (BM // G), query_length, key_length, left, right)
-        last = tl.minimum((part + 1) * (BM // G), query_length) - 1
-        all_begin, high = visible_keys(last, query_length, key_length, left, right)
-        low, high = low // BN, tl.cdiv(high, BN)
-        whole, whole_end = tl.cdiv(all_begin, BN), all_end // BN
-        any_whole = whole < whole_end
-        whole, whole_end = tl.where(any_whole, whole, high), tl.where(any_whole, whole_end, high)
+        low, whole, whole_end, high = key_blocks(
+            ranges, begin, end, here, part, query_length, key_length, left, right, BM // G, BN
+        )
         k_rows = k + k_bos.to(tl.int64) * k_token + kv_head.to(tl.int64) * k_head
         v_rows = v + k_bos.to(tl.int64) * v_token + kv_head.to(tl.int64) * v_head
         sum_dq = tl.zeros((BM, BK), tl.float32)
@@ -247,7 +256,7 @@ def _backward_queries(
 @triton.jit
 def _add_to_keys(
     dk, dv, k, v, dout, q, lse, delta, dout_token, dout_head, q_token, q_head, part, chunk, q_bos, kv_head, tokens,
-    query_length, key, key_length, left, right, seed, sequence, inner, outer, threshold, keep_scale,
+    query_length, key, key_length, left, right, ranges, seed, sequence, inner, outer, threshold, keep_scale,
     MASKED: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +271,10 @@ def _add_to_keys(
     center = tl.load(delta + entry, here, 0.0)
     s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(dout_tile), input_precision=PRECISION)
-    begin, end = visible_keys(i, query_length, key_length, left, right)
+    if ranges is not None:
+        begin, end = listed_keys(ranges, token, here, key_length)
+    else:
+        begin, end = visible_keys(i, query_length, key_length, left, right)
     visible = (key[:, None] >= begin[None, :]) & (key[:, None] < end[None, :])
     keep = s
     if seed is not None:
@@ -276,9 +288,34 @@ def _add_to_keys(
     return dk, dv
 
 
+@triton.jit(do_not_specialize=["sequences"])
+def _queries_of_blocks(
+    ranges, seen_by, cu_seqlens_q, cu_seqlens_k, items, count, sequences, BN: tl.constexpr, BT: tl.constexpr
+):
+    """seen_by [2] of each block of keys: the first query that sees some key of it, and the one behind the last."""
+    blocks = tl.load(count)
+    for place in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        sequence, block = tl.load(items + 2 * place), tl.load(items + 2 * place + 1)
+        live = sequence < sequences
+        key_length = tl.load(cu_seqlens_k + sequence + 1, live, 0) - tl.load(cu_seqlens_k + sequence, live, 0)
+        q_bos = tl.load(cu_seqlens_q + sequence, live, 0)
+        query_length = tl.load(cu_seqlens_q + sequence + 1, live, 0) - q_bos
+        low, high = query_length, 0
+        for step in range(0, query_length, BT):
+            i = step + tl.arange(0, BT)
+            begin, end = listed_keys(ranges, (q_bos + i).to(tl.int64), i < query_length, key_length)
+            sees = (begin < (block + 1) * BN) & (end > block * BN) & (begin < end)
+            low = tl.minimum(low, tl.min(tl.where(sees, i, query_length)))
+            high = tl.maximum(high, tl.max(tl.where(sees, i + 1, 0)))
+        # A block that no query sees starts and ends at 0.
+        tl.store(seen_by + 2 * place, tl.minimum(low, high))
+        tl.store(seen_by + 2 * place + 1, high)
+
+
 @triton.jit(do_not_specialize=["sequences", "tokens", "keys", "left", "right", "threshold"])
 def _backward_keys(
-    dout, q, k, v, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, seed, items, count, sequences, tokens, keys,
+    dout, q, k, v, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, ranges, seen_by, seed, items, count, sequences,
+    tokens, keys,
     dout_token, dout_head, q_token, q_head, k_token, k_head, v_token, v_head,
     inner, outer, left, right, threshold, keep_scale, final_scale, kv_heads,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, CHUNKS: tl.constexpr,
@@ -307,28 +344,33 @@ def _backward_keys(
 
         # Query tiles that see some key of the block, [low, high), and in the middle of them those that see it whole.
         # Keys behind the sequence's last need no mask: what they gather is not stored.
-        last = tl.minimum(first + BN, key_length) - 1
-        shift = query_length - key_length
-        low = tl.minimum(tl.maximum(first + shift - right, 0), query_length) // (BM // G)
-        whole = tl.cdiv(tl.maximum(last + shift - right, 0), BM // G)
-        high = tl.cdiv(tl.minimum(tl.maximum(last + shift + left + 1, 0), query_length), BM // G)
-        whole_end = tl.maximum(first + shift + left + 1, 0)
-        whole_end = tl.where(whole_end >= query_length, high, whole_end // (BM // G))
-        any_whole = whole < whole_end
-        whole, whole_end = tl.where(any_whole, whole, high), tl.where(any_whole, whole_end, high)
+        if ranges is not None:
+            low = tl.load(seen_by + 2 * place) // (BM // G)
+            high = tl.cdiv(tl.load(seen_by + 2 * place + 1), BM // G)
+            whole, whole_end = high, high
+        else:
+            last = tl.minimum(first + BN, key_length) - 1
+            shift = query_length - key_length
+            low = tl.minimum(tl.maximum(first + shift - right, 0), query_length) // (BM // G)
+            whole = tl.cdiv(tl.maximum(last + shift - right, 0), BM // G)
+            high = tl.cdiv(tl.minimum(tl.maximum(last + shift + left + 1, 0), query_length), BM // G)
+            whole_end = tl.maximum(first + shift + left + 1, 0)
+            whole_end = tl.where(whole_end >= query_length, high, whole_end // (BM // G))
+            any_whole = whole < whole_end
+            whole, whole_end = tl.where(any_whole, whole, high), tl.where(any_whole, whole_end, high)
         sum_dk, sum_dv = tl.zeros((BN, BK), tl.float32), tl.zeros((BN, BV), tl.float32)
         for step in range(CHUNKS * (whole - low + high - whole_end)):
             part = low + step // CHUNKS + tl.where(step // CHUNKS < whole - low, 0, whole_end - whole)
             sum_dk, sum_dv = _add_to_keys(
                 sum_dk, sum_dv, k_block, v_block, dout, q, lse, delta, dout_token, dout_head, q_token, q_head, part,
-                step % CHUNKS, q_bos, kv_head, tokens, query_length, key, key_length, left, right, seed, sequence,
-                inner, outer, threshold, keep_scale, True, BM, GROUP, G, K, V, BK, BV, SOFTCAP, PRECISION,
+                step % CHUNKS, q_bos, kv_head, tokens, query_length, key, key_length, left, right, ranges, seed,
+                sequence, inner, outer, threshold, keep_scale, True, BM, GROUP, G, K, V, BK, BV, SOFTCAP, PRECISION,
             )  # fmt: skip
         for step in range(CHUNKS * whole, CHUNKS * whole_end):
             sum_dk, sum_dv = _add_to_keys(
                 sum_dk, sum_dv, k_block, v_block, dout, q, lse, delta, dout_token, dout_head, q_token, q_head,
                 step // CHUNKS, step % CHUNKS, q_bos, kv_head, tokens, query_length, key, key_length, left, right,
-                seed, sequence, inner, outer, threshold, keep_scale, False, BM, GROUP, G, K, V, BK, BV, SOFTCAP,
+                ranges, seed, sequence, inner, outer, threshold, keep_scale, False, BM, GROUP, G, K, V, BK, BV, SOFTCAP,
                 PRECISION,
             )  # fmt: skip
         entry = row * kv_heads + kv_head

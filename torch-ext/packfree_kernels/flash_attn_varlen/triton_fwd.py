@@ -18,6 +18,8 @@ from .._triton.attention import (
     dropout_seed,
     dropout_streams,
     is_roomy,
+    key_blocks,
+    listed_keys,
     load_rows,
     store_rows,
     tanh,
@@ -59,6 +61,7 @@ def flash_attn_varlen_fwd(
     window_left: int,
     window_right: int,
     softcap: float,
+    ranges: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor]:
     check_served("flash_attn_varlen_fwd", q, v)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
@@ -73,7 +76,7 @@ def flash_attn_varlen_fwd(
     blocks = cut_into_blocks(with_padding(cu_seqlens_q, tokens), tokens, rows.tokens)
     launch(
         _forward, programs(q, blocks.most * kv_heads * rows.chunks, 8),
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, dropout_seed(seed, dropout_p),
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, ranges, s_aux, dropout_seed(seed, dropout_p),
         blocks.items, blocks.count, cu_seqlens_q.shape[0] - 1, tokens, *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], call.inner, max(call.outer, 1e-30), call.left, call.right, call.threshold, call.keep_scale,
         kv_heads, **rows.constants, K=key_dim, V=value_dim, BK=dims[0], BV=dims[1], NEGATIVE=softmax_scale < 0,
@@ -112,7 +115,7 @@ def _fold(
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "left", "right", "threshold"])
 def _forward(
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, s_aux, seed, items, count, sequences, tokens,
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, ranges, s_aux, seed, items, count, sequences, tokens,
     q_token, q_head, k_token, k_head, v_token, v_head, inner, outer, left, right, threshold, keep_scale, kv_heads,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, CHUNKS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NEGATIVE: tl.constexpr,
@@ -138,7 +141,11 @@ def _forward(
         q_tile = load_rows(q, token * q_token + head.to(tl.int64) * q_head, here, K, BK)
         if NEGATIVE:
             q_tile = -q_tile
-        begin, end = visible_keys(i, query_length, key_length, left, right)
+        if ranges is not None:
+            seen = here & (i < tl.where(live, query_length, 0))
+            begin, end = listed_keys(ranges, token, seen, key_length)
+        else:
+            begin, end = visible_keys(i, query_length, key_length, left, right)
         streams = i
         if seed is not None:
             streams = dropout_streams(seed, sequence, head, i)
@@ -151,14 +158,9 @@ def _forward(
             total = tl.zeros((BM,), tl.float32)
         o = tl.zeros((BM, BV), tl.float32)
 
-        # Blocks that some row sees, [low, high), and in the middle of them those that every row sees whole.
-        low, all_end = visible_keys(part * (BM // G), query_length, key_length, left, right)
-        last = tl.minimum((part + 1) * (BM // G), query_length) - 1
-        all_begin, high = visible_keys(last, query_length, key_length, left, right)
-        low, high = low // BN, tl.cdiv(high, BN)
-        whole, whole_end = tl.cdiv(all_begin, BN), all_end // BN
-        any_whole = whole < whole_end
-        whole, whole_end = tl.where(any_whole, whole, high), tl.where(any_whole, whole_end, high)
+        low, whole, whole_end, high = key_blocks(
+            ranges, begin, end, here, part, query_length, key_length, left, right, BM // G, BN
+        )
         k_rows = k + k_bos.to(tl.int64) * k_token + kv_head.to(tl.int64) * k_head
         v_rows = v + k_bos.to(tl.int64) * v_token + kv_head.to(tl.int64) * v_head
         for step in range(whole - low + high - whole_end):
