@@ -90,9 +90,7 @@ def test_more_keys_than_queries(kernel, served):
         lambda x: {"out": kernel.flash_attn_varlen_func(**x, **offsets, visible_keys=ranges)}, inputs
     )
     reference = kernel.flash_attn_varlen.flash_attn_varlen_reference
-    truth = properties.run_with_gradients(
-        lambda x: {"out": reference(**x, **offsets, visible_keys=ranges)[0]}, inputs
-    )
+    truth = properties.run_with_gradients(lambda x: {"out": reference(**x, **offsets, visible_keys=ranges)[0]}, inputs)
     for name, value in truth.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 

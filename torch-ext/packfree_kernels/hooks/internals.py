@@ -56,6 +56,19 @@ MASK_ATTENTION = ("eager", "sdpa", "flex_attention")
 # Model types that build this mask without their position_ids.
 MASK_WITHOUT_POSITIONS = ("granitemoehybrid",)
 
+# What builds mask functions of others: their names, which modeling modules import too.
+MASK_MODULE = "transformers.masking_utils"
+MASK_BUILDERS = (
+    "and_masks",
+    "or_masks",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "blockwise_overlay",
+    "packed_sequence_mask_function",
+)
+# Model types that give each image's stretch of tokens a number of its own.
+NUMBERED_BLOCKS = ("gemma3*", "gemma4*", "diffusion_gemma*")
+
 # Model types (a trailing * stands for any ending) whose packed result is wrong outside the functions that can be
 # hooked, and what does it.
 LEAKING_MODELS = {
@@ -127,6 +140,44 @@ def modules_asking_for_flash() -> List[ModuleType]:
 
 def attention_functions() -> Any:
     return sys.modules[MODEL_MODULE].ALL_ATTENTION_FUNCTIONS
+
+
+def mask_functions() -> Any:
+    """The table of mask functions by attention implementation, or None."""
+    return getattr(sys.modules.get(MASK_MODULE), "ALL_MASK_ATTENTION_FUNCTIONS", None)
+
+
+def mask_builders() -> Iterator[Tuple[ModuleType, str, Callable]]:
+    """Each place where a modeling module, or the mask module itself, finds one of the functions that build masks."""
+    for module in [*modeling_modules(), *filter(None, [sys.modules.get(MASK_MODULE)])]:
+        for name in MASK_BUILDERS:
+            function = vars(module).get(name)
+            if getattr(function, "__module__", None) == MASK_MODULE and not hasattr(function, "packfree_stock"):
+                yield module, name, function
+
+
+def plain_mask_name(function: Callable) -> str:
+    """``causal`` or ``bidirectional`` for the mask functions that nothing has built, else an empty string."""
+    masks = sys.modules[MASK_MODULE]
+    if function is masks.causal_mask_function:
+        return "causal"
+    return "bidirectional" if function is masks.bidirectional_mask_function else ""
+
+
+def sees_both_ways(config: Any) -> bool:
+    """Whether a decoder's own modules drop causality, so that a mask that says so adds nothing."""
+    return getattr(config, "use_bidirectional_attention", None) is True
+
+
+def numbers_every_block(config: Any) -> bool:
+    """Whether the model numbers blocks by where they start, so that none has two pieces."""
+    return any(matches(model_type(config), pattern) for pattern in NUMBERED_BLOCKS)
+
+
+def cast_for_attention(module: Any, query: Any, key: Any, value: Any) -> Tuple[Any, Any, Any]:
+    """The casts of ``flash_attention_forward``: to the layer's dtype where something has left it in float32."""
+    dtype = flash_entry().get_target_dtype(query, module)
+    return flash_utils().fa_peft_integration_check(query, key, value, dtype)
 
 
 def modeling_modules() -> List[ModuleType]:

@@ -11,7 +11,20 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import Tensor
 
-from . import adapters, boundaries, context, counts, experts, functions, guards, heads, internals, recompute, rotary
+from . import (
+    adapters,
+    boundaries,
+    context,
+    counts,
+    experts,
+    functions,
+    guards,
+    heads,
+    internals,
+    masks,
+    recompute,
+    rotary,
+)
 from .undo import UndoList
 
 _active = [False]
@@ -58,6 +71,7 @@ def remove() -> None:
     _active[0] = False
     _undo.undo_all()
     table = internals.attention_functions()
+    masks.unregister(list(_stock_attention))
     for name, stock in _stock_attention.items():
         if getattr(table.get(name), "packfree_stock", None) is stock:
             table.register(name, stock)
@@ -83,6 +97,7 @@ def _replace_functions() -> None:
     adapters.wrap_forwards(_undo, is_active)
     rotary.make_per_sample(_undo)
     counts.make_per_sample(_undo)
+    masks.describe_themselves(_undo)
     _replace_mixing_functions()
 
 
@@ -335,6 +350,7 @@ def _register_attention() -> None:
         if stock is not None and not hasattr(stock, "packfree_stock"):
             _stock_attention[name] = stock
             table.register(name, _attention(stock))
+            masks.register(name)
 
 
 def _attention(stock: Callable) -> Callable:
@@ -362,12 +378,15 @@ def _attention(stock: Callable) -> Callable:
             if kwargs.get("cu_seq_lens_q") is None and here.fit(batch, length) and key.shape[2] == length:
                 kwargs.update(cu_seq_lens_q=here.cu_seqlens, cu_seq_lens_k=here.cu_seqlens)
                 kwargs.update(max_length_q=here.max_length, max_length_k=here.max_length)
-            if attention_mask is not None:
+            if attention_mask is not None and not masks.is_ranges(attention_mask):
                 # A mask would take precedence and make the row one sequence.
                 raise ValueError(
                     f"attention: {here.model} made an attention_mask in a packed forward; it cannot be packed with "
                     f"attn_implementation={module.config._attn_implementation!r}"
                 )
+        if masks.is_ranges(attention_mask):
+            return masks.attend(module, query, key, value, attention_mask, *args, **kwargs)
+        masks.refuse_dense(module, attention_mask)
         return stock(module, query, key, value, attention_mask, *args, **kwargs)
 
     attention.packfree_stock = stock

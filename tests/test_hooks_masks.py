@@ -1,0 +1,204 @@
+"""Attention that sees more than causal: blocks and prefixes whose tokens see each other both ways, and chains."""
+
+import pytest
+import torch
+import transformers
+from transformers import masking_utils
+
+from tests import tiny_masks, tiny_models
+from tests.tiny_masks import MODELS, Kind, alone, build, packed, padded
+from tests.tiny_models import NAME, SETTINGS, assert_gradients_equal, assert_logits_equal, run
+
+pytestmark = pytest.mark.usefixtures("kernel")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model_type(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(model_type):
+    """Logits and gradients of stock transformers' eager attention, sample by sample."""
+    return run(build(model_type, "eager").train(), alone(model_type))
+
+
+def test_alone_equals_eager(model_type, expected):
+    logits, gradients = run(build(model_type).train(), alone(model_type))
+    assert_logits_equal(logits, expected[0])
+    assert_gradients_equal(gradients, expected[1])
+
+
+def test_packed_equals_alone(model_type, expected):
+    """No block joins its neighbour in the next sample; with each form of boundaries and of checkpointing."""
+    model = build(model_type).train()
+    for use_reentrant in (None, False, True):
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        for setting in SETTINGS:
+            logits, gradients = run(model, [packed(model_type, setting)])
+            assert_logits_equal(logits, expected[0])
+            assert_gradients_equal(gradients, expected[1])
+    model.eval()
+    with torch.no_grad():
+        assert_logits_equal(model(**packed(model_type), use_cache=False).logits[0], expected[0])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_equal_eager(model_type, side):
+    batch = padded(model_type, alone(model_type)[:2], side)
+    seen = batch["attention_mask"].bool()
+    with torch.no_grad():
+        logits, wanted = (build(model_type, name).eval()(**batch).logits for name in (NAME, "eager"))
+    assert_logits_equal(logits[seen], wanted[seen])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_equals_eager(model_type, cache):
+    """The prompt's block is seen both ways, what follows is causal: one prompt, and a left-padded batch."""
+    model, stock = build(model_type).eval(), build(model_type, "eager").eval()
+    prompts = alone(model_type)[:2]
+    for prompt in (dict(prompts[0]), padded(model_type, prompts, "left")):
+        settings = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        settings["disable_compile"] = True
+        got, wanted = (m.generate(**prompt, **settings, cache_implementation=cache) for m in (model, stock))
+        assert torch.equal(got.sequences, wanted.sequences)
+        for ours, theirs in zip(got.logits, wanted.logits):
+            assert_logits_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_5_text"])
+def test_a_cache_longer_than_what_is_in_it(name):
+    """Static caches, whose last key is not the last query's: the tokens are eager's, with and without padding."""
+    model, stock = tiny_models.load(name).eval(), tiny_models.build(name, "eager").eval()
+    one = dict(input_ids=torch.tensor([tiny_models.samples([6])[0]["input_ids"]]))
+    for prompt in (one, tiny_models.left_padded([3, 6])):
+        settings = dict(max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        settings.update(cache_implementation="static", disable_compile=True)
+        got, wanted = (m.generate(**prompt, **settings) for m in (model, stock))
+        assert torch.equal(got.sequences, wanted.sequences)
+        for ours, theirs in zip(got.logits, wanted.logits):
+            assert_logits_equal(ours, theirs)
+
+
+def test_text_alone_needs_no_marks():
+    """Without images Gemma 3 is causal, packed and not, and with its marks all 0."""
+    model, stock = build("gemma3").eval(), build("gemma3", "eager").eval()
+    with torch.no_grad():
+        wanted = torch.cat([stock(**sample).logits[0] for sample in tiny_models.alone()])
+        assert_logits_equal(torch.cat([model(**sample).logits[0] for sample in tiny_models.alone()]), wanted)
+        batch = tiny_models.pack()
+        assert_logits_equal(model(**batch).logits[0], wanted)
+        batch = dict(tiny_models.pack(), token_type_ids=torch.zeros_like(batch["input_ids"]))
+        assert_logits_equal(model(**batch).logits[0], wanted)
+
+
+def test_a_decoder_turned_encoder():
+    """EmbeddingGemma's kind: its modules drop causality themselves."""
+    changes = dict(use_bidirectional_attention=True, sliding_window=6, head_dim=8)
+    settings = dict(tiny_models.config("llama").to_dict(), layer_types=["sliding_attention", "full_attention"])
+    settings = {name: settings[name] for name in tiny_models._DECODER} | dict(layer_types=settings["layer_types"])
+    model, stock = (tiny_models.load("gemma3_text", **settings, **changes).eval(), None)
+    stock = tiny_models.build("gemma3_text", "eager", **settings, **changes).eval()
+    with torch.no_grad():
+        for sample in tiny_models.alone():
+            assert_logits_equal(model(**sample).logits, stock(**sample).logits)
+
+
+# ---- chains: attention that sees less ----
+
+ESMC = Kind(transformers.EsmcForMaskedLM, tiny_masks._esmc, "sequence_id", 0, 1, [])
+
+
+def test_chains_equal_eager_and_do_not_join_across_samples():
+    model, stock = build("esmc", NAME, ESMC).eval(), build("esmc", "eager", ESMC).eval()
+    batches = [tiny_masks.batch_of(ESMC, sample, 0) for sample in ([("block", 5), ("text", 4)], [("text", 3)])]
+    with torch.no_grad():
+        wanted = torch.cat([stock(**batch).logits[0] for batch in batches])
+        assert_logits_equal(torch.cat([model(**batch).logits[0] for batch in batches]), wanted)
+        one = {name: torch.cat([batch[name] for batch in batches], 1) for name in batches[0]}
+        one["position_ids"] = torch.cat([torch.arange(9), torch.arange(3)])[None]
+        assert_logits_equal(model(**one, use_cache=False).logits[0], wanted)
+    apart = dict(batches[0], sequence_id=torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 0]]))
+    with pytest.raises(ValueError, match="esmc: tokens of one sequence_id must lie side by side .* in several pieces"):
+        model(**apart)
+
+
+# ---- what is refused ----
+
+
+def test_a_block_in_several_pieces_is_refused():
+    model = build("hrm_text").eval()
+    batch = tiny_masks.batch_of(MODELS["hrm_text"], [("block", 3), ("text", 2), ("block", 2)], 0)
+    with pytest.raises(ValueError, match="hrm_text: blocks of tokens that see each other both ways must lie side by"):
+        model(**batch)
+    # In a pack each sample has a block of that number.
+    kept_apart = packed("hrm_text")
+    with torch.no_grad():
+        model(**kept_apart)
+
+
+def test_a_padding_mask_with_a_gap_is_refused_beside_blocks():
+    batch = tiny_masks.batch_of(MODELS["hrm_text"], [("block", 3), ("text", 5)], 0)
+    batch["attention_mask"] = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match="hrm_text: attention_mask must hide nothing but the ends of a row"):
+        build("hrm_text").eval()(**batch)
+
+
+@pytest.mark.parametrize("overlay", ["or_mask_function", "and_mask_function"])
+def test_an_unknown_mask_function_is_refused_by_name(overlay):
+    def every_second_key(batch, head, query, key):
+        return key % 2 == 0
+
+    model = tiny_models.load("llama")
+    with pytest.raises(ValueError, match="llama: its attention mask must be .* got the mask function .*every_second"):
+        masking_utils.create_causal_mask(
+            config=model.config, inputs_embeds=torch.zeros(1, 5, 32), attention_mask=None, past_key_values=None,
+            **{overlay: every_second_key},
+        )  # fmt: skip
+
+
+def test_a_mask_of_four_dimensions_is_refused_by_name():
+    model = tiny_models.load("llama").eval()
+    mask = torch.zeros(1, 1, 6, 6)
+    with pytest.raises(ValueError, match=r"llama: attention_mask must have the form \[B, T\].*\(1, 1, 6, 6\)"):
+        model(input_ids=torch.arange(3, 9)[None], attention_mask=mask)
+
+
+# ---- under torch.compile ----
+
+
+def test_one_graph_and_no_recompile_for_new_blocks_or_samples():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    model = build("hrm_text").train()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for count in (4, 3, 2, 4):
+        batches = [tiny_masks.batch_of(MODELS["hrm_text"], s, 0) for s in MODELS["hrm_text"].samples[:count]]
+        batch = packed("hrm_text", batches=batches)
+        rest = 40 - batch["input_ids"].shape[1]
+        last = tiny_masks.batch_of(MODELS["hrm_text"], [("block", rest // 2), ("text", rest - rest // 2)], 9)
+        batch = packed("hrm_text", batches=[*batches, last])
+        logits, gradients = run(model, [dict(batch)])
+        traced_logits, traced_gradients = run(compiled, [dict(batch)])
+        assert_logits_equal(traced_logits, logits)
+        traced_gradients = {name.removeprefix("_orig_mod."): value for name, value in traced_gradients.items()}
+        assert_gradients_equal(traced_gradients, gradients)
+    assert counter.frame_count == 1
+
+
+# ---- taken back ----
+
+
+def test_removing_the_hooks_takes_it_back(kernel):
+    stock = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
+    tiny_models.load("llama")
+    assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[NAME] is not stock
+    kernel.remove_hooks()
+    try:
+        assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[NAME] is stock
+        assert not hasattr(masking_utils.blockwise_overlay, "packfree_stock")
+    finally:
+        kernel.install_hooks()
