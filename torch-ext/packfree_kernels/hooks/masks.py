@@ -110,8 +110,9 @@ def visible_keys_mask(stock: Callable) -> Callable:
         **rest: Any,
     ) -> Optional[Tensor]:
         device, config = torch.device(rest.get("device", "cpu")), rest.get("config")
-        # A static cache is longer than what has been written into it, and counts that in a tensor.
+        # A static cache is longer than what has been written into it, and counts that in a tensor. A mask tells, too.
         unfilled = isinstance(q_offset, Tensor) or kv_offset + kv_length > q_offset + q_length
+        unfilled = unfilled and attention_mask is None
         overlaid = bool(rest.get("use_vmap"))
         needed = mask_function is not None and functions.supported(device)
         if not needed or not _needs_ranges(mask_function, config, overlaid, unfilled):
