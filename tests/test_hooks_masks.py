@@ -4,6 +4,9 @@ import pytest
 import torch
 import transformers
 from transformers import masking_utils
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gemma4 import modeling_gemma4
+from transformers.models.gemma4_unified import modeling_gemma4_unified
 
 from tests import tiny_masks, tiny_models
 from tests.tiny_masks import MODELS, Kind, alone, build, packed, padded
@@ -103,6 +106,82 @@ def test_a_decoder_turned_encoder():
     with torch.no_grad():
         for sample in tiny_models.alone():
             assert_logits_equal(model(**sample).logits, stock(**sample).logits)
+
+
+# ---- every form of mask, against the mask that eager attention gets ----
+
+
+def from_vision(module, *layers):
+    """The masks of a Gemma type for these kinds of layers."""
+
+    def masks(config, **call):
+        marks = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]])
+        numbered = module.get_block_sequence_ids_for_mask(marks, device=torch.device("cpu"))
+        found = module.create_masks_for_vision_model(config, block_sequence_ids=numbered, **call)
+        return [found[layer] for layer in layers]
+
+    return masks
+
+
+def with_blocks(*ids, create=masking_utils.create_causal_mask):
+    return lambda config, **call: [create(config, block_sequence_ids=torch.tensor([ids]), **call)]
+
+
+def over_both_ways(build, *parts):
+    def masks(config, past_key_values, position_ids, **call):
+        # Built here, behind the hooks.
+        overlay = getattr(masking_utils, build.__name__)(*parts)
+        return [masking_utils.create_bidirectional_mask(config, and_mask_function=overlay, **call)]
+
+    return masks
+
+
+PREFIX = (0,) * 5 + (-1,) * 9
+FORMS = {
+    "gemma3": from_vision(modeling_gemma3, "full_attention", "sliding_attention"),
+    "gemma4": from_vision(modeling_gemma4, "sliding_attention"),
+    "gemma4_unified": from_vision(modeling_gemma4_unified, "sliding_attention"),
+    "prefix": with_blocks(*PREFIX),
+    "prefix and a window": with_blocks(*PREFIX, create=masking_utils.create_sliding_window_causal_mask),
+    "block in the middle": with_blocks(*(-1,) * 4, *(7,) * 6, *(-1,) * 4),
+    "chains": over_both_ways(masking_utils.packed_sequence_mask_function, torch.tensor([[0] * 6 + [3] * 8])),
+    "window both ways": over_both_ways(masking_utils.sliding_window_bidirectional_overlay, 3),
+}
+
+
+def filled(tokens):
+    """A cache that holds ``tokens`` tokens: the queries behind them are told by the blocks of the whole row."""
+    cache = transformers.DynamicCache()
+    cache.update(torch.zeros(1, 2, tokens, 8), torch.zeros(1, 2, tokens, 8), 0)
+    return cache
+
+
+@pytest.mark.parametrize("before", [0, 4])
+@pytest.mark.parametrize("padding", ["", "left", "right"])
+@pytest.mark.parametrize("form", FORMS)
+def test_ranges_say_what_the_mask_of_eager_attention_says(form, padding, before):
+    if before and form in ("chains", "window both ways"):
+        pytest.skip("encoders have no cache")
+    seen = []
+    for name in ("eager", NAME):
+        config = tiny_models.config("mistral", sliding_window=5)
+        config._attn_implementation = name
+        mask = None
+        if padding:
+            mask = torch.ones(1, 14, dtype=torch.long)
+            mask[:, :2] = padding != "left"
+            mask[:, -2:] = padding != "right"
+        call = dict(
+            inputs_embeds=torch.zeros(1, 14 - before, 32), attention_mask=mask, position_ids=None,
+            past_key_values=filled(before) if before else None,
+        )  # fmt: skip
+        seen.append(FORMS[form](config, **call))
+    for dense, ranges in zip(*seen):
+        assert ranges.shape == (1, 1, 14 - before, 2) and ranges.dtype == torch.int32
+        visible = (dense[0, 0] == 0).nonzero().tolist()
+        ours = [[i, j] for i, (first, last) in enumerate(ranges[0, 0].tolist()) for j in range(first, last + 1)]
+        queries = {i for i, _ in visible if mask is None or bool(mask[0, before + i])}
+        assert [pair for pair in ours if pair[0] in queries] == [pair for pair in visible if pair[0] in queries]
 
 
 # ---- chains: attention that sees less ----
