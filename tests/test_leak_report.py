@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from PIL import Image
+from transformers import AttentionInterface, AutoModelForTokenClassification
 
+from tests import head_models
 from tests.test_hooks_multimodal import qwen
 from tests.tiny_models import LOGIT_TOLERANCE, NAME, SETTINGS, build, first_position, load, pack
 
@@ -83,7 +85,7 @@ def test_stock_leaks(kernel, stock, model_type, setting, kind, second, reason):
 )
 def test_ours_keeps_apart(kernel, model_type, setting):
     report = kernel.leak_report(load(model_type), pack(model_type, setting))
-    assert report.verdict == "apart" and not report.leaks
+    assert report.verdict == "apart" and report.packed_equals_alone and not report.leaks
     assert {row.verdict for row in report.layers} == {"apart"} and len(report.layers) >= 2
     assert all(row.first_token is None for row in report.layers)
     assert all(row.difference < LOGIT_TOLERANCE * row.scale for row in report.layers)
@@ -95,6 +97,7 @@ def test_ours_keeps_apart(kernel, model_type, setting):
 def test_stock_refuses(kernel, stock):
     report = kernel.leak_report(build("qwen3_5_text", "eager"), pack(setting="seq_idx"))
     assert report.verdict == "refused" and not report.leaks and report.layers == ()
+    assert not report.packed_equals_alone
     assert "in layers.0 (gated delta rule): ValueError: `causal_conv1d_fn` can't keep packed" in report.sentence
 
 
@@ -197,6 +200,7 @@ def test_wrong_positions_differ_without_a_leak(kernel):
     assert first_position("xlm-roberta") == 2
     assert verdicts(report) == [("embeddings", "differs"), ("layer.0", "inherits"), ("layer.1", "inherits")]
     assert report.verdict == "differs" and not report.leaks and report.layers[0].first_token == 0
+    assert not report.packed_equals_alone
     assert "No sample reaches another" in report.sentence and "position_ids_start=2" in report.sentence
 
 
@@ -410,3 +414,72 @@ def test_picture_of_a_refusal(kernel, stock, tmp_path):
     report = kernel.leak_report(build("qwen3_5_text", "eager"), pack(setting="seq_idx"))
     with pytest.raises(ValueError, match="nothing to draw: Refused"):
         report.save(tmp_path / "report.png")
+
+
+# ---- packed is not alone: one verdict ----
+
+
+@pytest.mark.parametrize("model_type, index", [("llama", 0), ("bert", 0), ("modernbert", 1)])
+def test_a_head_that_gives_one_result_a_sample(kernel, model_type, index):
+    for setting in SETTINGS:
+        report = kernel.leak_report(head_models.build(model_type, index), head_models.packed(model_type, setting))
+        assert report.packed_equals_alone, report.sentence
+        assert report.layers[-1].layer == "logits" and report.layers[-1].verdict == "apart"
+
+
+def test_a_head_that_gives_one_result_for_the_row(kernel, stock):
+    """C66: attention keeps the samples apart, and the head does not."""
+    report = kernel.leak_report(head_models.build("llama", 0, "sdpa"), head_models.packed("llama", "position_ids"))
+    assert verdicts(report) == [("layers.0", "apart"), ("layers.1", "apart"), ("logits", "leaks")]
+    assert report.leaks and not report.packed_equals_alone
+    assert "LlamaForSequenceClassification reads one place of the row for its logits" in report.sentence
+
+
+@pytest.mark.parametrize("prompts", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens(kernel, prompts):
+    """C68: refused by the hooks; without them, the report names the adapter."""
+    options = dict(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    report = kernel.leak_report(get_peft_model(load("llama"), prompts(**options)), pack())
+    assert report.verdict == "refused" and not report.packed_equals_alone and "virtual tokens" in report.sentence
+    kernel.remove_hooks()
+    try:
+        report = kernel.leak_report(get_peft_model(build("llama", "sdpa"), prompts(**options)), pack())
+    finally:
+        kernel.install_hooks()
+    assert report.leaks and "tuning puts its virtual tokens before the row" in report.sentence
+
+
+def test_rotary_tables_of_a_length(kernel):
+    """C61: no sample reaches another, and the longest one decides for all."""
+    rope = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0), max_position_embeddings=8)
+    assert kernel.leak_report(load("llama", **rope), pack()).packed_equals_alone
+    kernel.remove_hooks()
+    try:
+        report = kernel.leak_report(build("llama", "sdpa", **rope), pack())
+    finally:
+        kernel.install_hooks()
+    assert report.verdict == "differs" and not report.leaks and not report.packed_equals_alone
+    assert "its rotary tables (dynamic) are chosen by the longest sample" in report.sentence
+
+
+def causal_by_offsets(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs):
+    """Attention of the flash kind: it cuts the row, sees back only, and is handed no mask."""
+    ends = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q[1:].tolist()
+    starts = [0, *ends[:-1]]
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, bos:eos], key[:, :, bos:eos], value[:, :, bos:eos], is_causal=True, scale=scaling
+        )
+        for bos, eos in zip(starts, ends)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def test_a_mask_that_attention_is_not_handed(kernel):
+    """C80: packed equals alone, and neither is what the model computes through its mask."""
+    AttentionInterface.register("causal_by_offsets", causal_by_offsets)
+    model = head_models.build("bert", 0, "causal_by_offsets", auto=AutoModelForTokenClassification)
+    report = kernel.leak_report(model, head_models.packed("bert", "cu_seq_lens"))
+    assert report.verdict == "differs" and not report.packed_equals_alone, report
+    assert "causal_by_offsets attention is handed no mask" in report.sentence
+    assert model.config._attn_implementation == "causal_by_offsets"

@@ -89,7 +89,7 @@ def reads_the_row(peft_model: Any, call: Dict[str, Any]) -> str:
     if getattr(peft_model, "_adapters_disabled", False):
         return ""
     for config in _active_configs(peft_model):
-        name = str(getattr(config.peft_type, "value", config.peft_type))
+        name = _name(config)
         if config.is_prompt_learning:
             return f"{name.replace('_', ' ').lower()} puts its virtual tokens before the row, not before each sample"
         if name in _READS_THE_ROW:
@@ -102,8 +102,21 @@ def reads_the_row(peft_model: Any, call: Dict[str, Any]) -> str:
     return ""
 
 
+def virtual_tokens(model: Any) -> int:
+    """How many tokens the active adapters of ``model``, if any, put before each row (a prefix in a cache is no row)."""
+    configs = [] if getattr(model, "_adapters_disabled", False) else _active_configs(model)
+    prompts = [config for config in configs if config.is_prompt_learning]
+    return sum(config.num_virtual_tokens for config in prompts if _name(config) not in ("PREFIX_TUNING", "CARTRIDGE"))
+
+
+def _name(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
 def _active_configs(peft_model: Any) -> Any:
-    configs = getattr(peft_model, "peft_config", {})
+    configs = getattr(peft_model, "peft_config", None) or {}
+    if not configs:
+        return []
     active = getattr(peft_model, "active_adapters", None) or [getattr(peft_model, "active_adapter", None)]
     names = [active] if isinstance(active, str) else list(active)
     return [configs[name] for name in names if name in configs]

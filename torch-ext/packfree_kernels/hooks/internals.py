@@ -19,6 +19,7 @@ through its version check. What is relied on:
 
 import inspect
 import sys
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -346,6 +347,38 @@ def rope_of(module: Any, layer_type: Optional[str]) -> Optional[Rope]:
     by_config = "dynamic" not in kind
     length = parameters["original_max_position_embeddings"] if by_config else module.original_max_seq_len
     return Rope(kind, parameters, prefix, length, getattr(module, f"{prefix}original_inv_freq"))
+
+
+@contextmanager
+def eager_attention(model: Any) -> Iterator[None]:
+    """Every part of ``model`` computes its attention eagerly, through masks, until the block ends."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    nested = [
+        sub for config in configs.values() for sub in vars(config).values() if hasattr(sub, "_attn_implementation")
+    ]
+    configs.update({id(config): config for config in nested})
+    chosen = [
+        (config, config._attn_implementation)
+        for config in configs.values()
+        if isinstance(getattr(config, "_attn_implementation", None), str)
+    ]
+    try:
+        for config, _ in chosen:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in chosen:
+            config._attn_implementation_internal = name
+
+
+def table_of_a_length(model: Any) -> str:
+    """The rope type of ``model`` whose tables depend on a length, or an empty string."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if isinstance(kind, str) and kind != "default" and rope_of(module, layer_type) is not None:
+                return kind
+    return ""
 
 
 def long_frequencies(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import packing
 from .._checks import check_tensor, type_error, value_error
-from ..hooks import internals
+from ..hooks import adapters, internals
 
 _OP = "leak_report"
 # What a collator adds for the loss.
@@ -24,6 +24,7 @@ class Pack(NamedTuple):
         bounds: first token of each sample and the one after its last.
         tokens: T.
         told: the spellings in which the batch tells its boundaries: position_ids, cu_seq_lens, seq_idx.
+        virtual: tokens that an adapter of PEFT puts before each row.
     """
 
     packed: Dict[str, Any]
@@ -31,6 +32,7 @@ class Pack(NamedTuple):
     bounds: List[Tuple[int, int]]
     tokens: int
     told: Tuple[str, ...]
+    virtual: int
 
     def live(self) -> Tensor:
         """int64 ``[L]``: the tokens that belong to a sample, which leaves out padding at the end."""
@@ -39,7 +41,6 @@ class Pack(NamedTuple):
     def sample_of(self) -> Tensor:
         """int64 ``[L]``: the sample of each live token."""
         return torch.cat([torch.full((eos - bos,), index) for index, (bos, eos) in enumerate(self.bounds)])
-
 
     def redrawn(self, mask: Tensor) -> Dict[str, Any]:
         """``packed`` with another token wherever the bool ``mask`` ``[L]`` is true, one that occurs in the pack."""
@@ -72,7 +73,7 @@ def read_batch(model: Any, batch: Any) -> Pack:
     )
     off = {"use_cache": False} if _takes_cache(model) else {}
     alone = [{**_cut(given, bos, eos), **off} for bos, eos in bounds]
-    return Pack({**given, **off}, alone, bounds, ids.shape[1], told)
+    return Pack({**given, **off}, alone, bounds, ids.shape[1], told, adapters.virtual_tokens(model))
 
 
 def _bounds(given: Dict[str, Any], tokens: int) -> List[Tuple[int, int]]:

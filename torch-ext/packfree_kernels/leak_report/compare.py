@@ -16,6 +16,8 @@ from .watch import Call, Feed, Run, Watch
 # boundary is far above either.
 _ROUNDED = 16
 _SUMMED = 1024 * torch.finfo(torch.float32).eps
+# A result is judged behind all layers, which add up their rounding.
+_THROUGH_LAYERS = 8
 
 
 class Finding(NamedTuple):
@@ -49,6 +51,27 @@ class Comparison(NamedTuple):
     embeddings: Optional[Finding]
     calls: List[Optional[Finding]]
     output: Optional[Finding]
+    results: List["Result"]
+
+
+class Result(NamedTuple):
+    """What is known about a result that the model gives for each sample, for example of a classification head.
+
+    Attributes:
+        name: its name in the model's output.
+        of_the_row: there is not one for each sample.
+        total: float64 ``[N]``, packed against alone: largest difference of each sample.
+        reached: float64 ``[N]``, largest change of each when the token ids of other samples were drawn again.
+        scale: the largest number in the alone runs.
+        rounding: what difference counts as rounding.
+    """
+
+    name: str
+    of_the_row: bool
+    total: Tensor
+    reached: Tensor
+    scale: float
+    rounding: float
 
 
 Points = List[Optional[Tensor]]
@@ -81,7 +104,8 @@ class Comparer:
             joined.append(call)
         for run in runs:
             _check_same_calls(run.calls, joined)
-        return Run(joined, _joined([run.output for run in runs]))
+        results = {name: torch.cat([run.results[name].reshape(1, -1) for run in runs]) for name in _common(runs)}
+        return Run(joined, _joined([run.output for run in runs]), results)
 
     def packed(self, inputs: Optional[Dict[str, Any]] = None, feed: Optional[Feed] = None) -> Run:
         """A packed forward, by default of the batch as it is; raises what the model raises."""
@@ -94,7 +118,14 @@ class Comparer:
         truth = [_first_given(alone), *(call.output for call in alone.calls), alone.output]
         usual = self._points(packed)
         total = self._gaps(usual, truth)
-        reached = self._moved(usual, lambda mask: self.packed(self._pack.redrawn(mask)))
+        drawn: List[Dict[str, Tensor]] = []
+
+        def redraw(mask: Tensor) -> Run:
+            run = self.packed(self._pack.redrawn(mask))
+            drawn.append(run.results)
+            return run
+
+        reached = self._moved(usual, redraw)
         repeats = self._gaps(self._points(self.packed()), usual)
         del usual
         by_itself = self._points(self.packed(feed=self._feed(alone)))
@@ -119,7 +150,49 @@ class Comparer:
             finding(0, routed=False, whole=True),
             [finding(index + 1, call.place.routed) for index, call in enumerate(alone.calls)],
             finding(-1, is_routed(self._model), whole=True),
+            [
+                self._result(name, alone.results[name], packed.results[name], drawn)
+                for name in self._names(packed, alone)
+            ],
         )
+
+    def against(self, got: Run, expected: Run) -> Optional[Finding]:
+        """Two alone runs: how far the model's output of one is from that of the other; None where it has no tokens."""
+        if got.output is None or expected.output is None or is_routed(self._model):
+            return None
+        scale = float(expected.output.abs().max())
+        rounding = _THROUGH_LAYERS * (_ROUNDED * self._eps(expected.output) + _SUMMED) * scale
+        total = _gap(got.output, expected.output)
+        return Finding(total, total, total * 0, total * 0, scale, rounding)
+
+    def _names(self, packed: Run, alone: Run) -> List[str]:
+        """Results that are no rows of tokens."""
+        tokens = (self._pack.tokens, self._pack.tokens + self._pack.virtual)
+        return [
+            name
+            for name, value in packed.results.items()
+            if name in alone.results and not {value.shape[0], value.shape[-1]} & set(tokens)
+        ]
+
+    def _result(self, name: str, truth: Tensor, packed: Tensor, drawn: List[Dict[str, Tensor]]) -> Result:
+        count = len(self._pack.bounds)
+        packed = packed.reshape(packed.shape[0], -1)
+        scale = float(truth.abs().max())
+        rounding = _THROUGH_LAYERS * (_ROUNDED * self._eps(truth) + _SUMMED) * scale
+        if packed.shape != truth.shape:
+            first = packed.reshape(-1)[: truth.shape[1]].expand_as(truth) if packed.numel() >= truth.shape[1] else truth
+            return Result(name, True, _gap(first, truth), torch.zeros(count).double(), scale, rounding)
+        sample = torch.arange(count)
+        # The order of the draws: each bit of a sample's number, 0 and 1.
+        masks = [sample >> bit & 1 == value for bit in range((count - 1).bit_length()) for value in (0, 1)]
+        moved = [
+            _gap(results[name].reshape(packed.shape), packed).masked_fill(mask, 0)
+            for mask, results in zip(masks, drawn)
+        ]
+        reached = torch.stack(moved).amax(0)
+        if is_routed(self._model):
+            reached = reached.masked_fill(reached <= rounding, 0)
+        return Result(name, False, _gap(packed, truth), reached, scale, rounding)
 
     def _points(self, run: Run) -> Points:
         """Live rows of what goes into the first layer, of each call's output, and of the model's output."""
@@ -165,6 +238,12 @@ def _check_same_calls(got: Sequence[Call], expected: Sequence[Call]) -> None:
             "leak_report: the model calls its layers in another number or order on another row of tokens "
             f"({len(got)} calls against {len(expected)})"
         )
+
+
+def _common(runs: Sequence[Run]) -> List[str]:
+    """Names of the results that each of the alone runs gives once."""
+    names = set.intersection(*(set(run.results) for run in runs))
+    return [name for name in runs[0].results if name in names and len({r.results[name].numel() for r in runs}) == 1]
 
 
 def _first_given(run: Run) -> Optional[Tensor]:

@@ -4,10 +4,10 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 
-from ..hooks import HooksStatus, functions, guards, internals
+from ..hooks import HooksStatus, adapters, functions, guards, internals
 from .batch import Pack
 from .layers import KINDS
-from .verdict import LEAKS, Culprit, LayerResult
+from .verdict import LEAKS, MASKS, OF_THE_ROW, ONE_RESULT, Culprit, LayerResult
 from .watch import Call
 
 # The explicit boundary that a function of these names reads where it is not ours; selective scans read none.
@@ -32,6 +32,7 @@ class Setup(NamedTuple):
         pack: the batch.
         hooks: state of the hooks while it ran.
         device: of the tokens.
+        adapter: what an adapter of PEFT does to the row, or an empty string.
     """
 
     model: Any
@@ -40,12 +41,21 @@ class Setup(NamedTuple):
     pack: Pack
     hooks: HooksStatus
     device: torch.device
+    adapter: str
 
     @classmethod
     def of(cls, model: Any, pack: Pack, hooks: HooksStatus, device: torch.device) -> "Setup":
         base = internals.model_base() if internals.loaded() else type(model)
         inner = next((module for module in model.modules() if isinstance(module, base)), model)
-        return cls(inner, type(inner).__name__, guards.attention_name(inner), pack, hooks, device)
+        return cls(
+            inner,
+            type(inner).__name__,
+            guards.attention_name(inner),
+            pack,
+            hooks,
+            device,
+            adapters.reads_the_row(model, {}),
+        )
 
     def title(self) -> str:
         hooks = "hooks on" if self.hooks.installed else f"hooks off ({self.hooks.reason})"
@@ -58,12 +68,16 @@ class Setup(NamedTuple):
 def sentence(setup: Setup, rows: Sequence[LayerResult], first: Optional[Culprit]) -> str:
     """Whether the setup leaks, where it begins and why, in one sentence."""
     if first is None:
+        layers = sum(row.kind != ONE_RESULT for row in rows)
         largest = max((row.difference / row.scale for row in rows if row.scale > 0), default=0.0)
         return (
-            f"No leak: {setup.name} keeps the {len(setup.pack.bounds)} samples apart in all of its {len(rows)} layers, "
+            f"No leak: {setup.name} keeps the {len(setup.pack.bounds)} samples apart in all of its {layers} layers, "
             f"and packed equals alone up to rounding (at most {largest:.1e} of the largest number in a layer)."
         )
     row, call = first
+    if row.kind == MASKS:
+        why = _why_differs(setup, row)
+        return f"Samples are kept apart, but packed or alone the output is not that of eager attention, because {why}."
     where = row.layer if call is None else f"{row.layer} ({call.place.kind})"
     count = sum(other.verdict == row.verdict for other in rows)
     place = f"is the first of {count} places" if count > 1 else "is the only place"
@@ -71,7 +85,7 @@ def sentence(setup: Setup, rows: Sequence[LayerResult], first: Optional[Culprit]
         return f"Leak: {where} {place} where samples mix, because {_why_leaks(setup, row, call)}."
     return (
         f"No sample reaches another, but {where} {place} where packed differs from alone, because "
-        f"{_why_differs(setup)}."
+        f"{_why_differs(setup, row)}."
     )
 
 
@@ -83,6 +97,10 @@ def refusal(setup: Setup, running: Sequence[Call], error: Exception) -> str:
 
 
 def _why_leaks(setup: Setup, row: LayerResult, call: Optional[Call]) -> str:
+    if row.kind == OF_THE_ROW:
+        return f"{setup.name} reads one place of the row for its {row.layer}, or a mean over it, not one of each sample"
+    if setup.adapter:
+        return setup.adapter
     if call is None:
         return f"the {row.layer} of {setup.name} read tokens of other samples"
     if call.place.functions:
@@ -140,7 +158,17 @@ def _why_attention(setup: Setup, call: Call) -> str:
     return f"{attention or 'its'} attention {_fate(setup, call, 'cu_seq_lens')}"
 
 
-def _why_differs(setup: Setup) -> str:
+def _why_differs(setup: Setup, row: LayerResult) -> str:
+    if row.kind == MASKS:
+        return (
+            f"{setup.attention} attention is handed no mask, so one by which tokens see both ways (those of an image "
+            "or a prefix) is lost"
+        )
+    if setup.adapter:
+        return setup.adapter
+    table = internals.table_of_a_length(setup.model)
+    if table and not setup.hooks.installed:
+        return f"its rotary tables ({table}) are chosen by the longest sample of the pack, and the hooks are off"
     positions = setup.pack.packed.get("position_ids")
     if positions is None:
         return "the batch has no position_ids, so positions count through the row"

@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import List, Optional, Tuple, Union
 
-from .verdict import LEAKS, LayerResult
+from .verdict import APART, LEAKS, LayerResult
 
 REFUSED = "refused"
 _WIDTH = 100
@@ -31,8 +31,13 @@ class LeakReport:
     output_difference: Optional[float]
 
     @property
+    def packed_equals_alone(self) -> bool:
+        """Whether the model ran the pack and gave each sample what it gives it alone; what a test should assert."""
+        return self.verdict == APART
+
+    @property
     def leaks(self) -> bool:
-        """Whether a sample reaches another."""
+        """Whether a sample reaches another. False does not say that a pack is right: it may differ, or be refused."""
         return self.verdict == LEAKS
 
     def __str__(self) -> str:

@@ -3,16 +3,20 @@
 from dataclasses import dataclass
 from typing import List, NamedTuple, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from .batch import Pack
-from .compare import Comparison, Finding
+from .compare import Comparison, Finding, Result
 from .watch import Call, Run
 
 LEAKS = "leaks"
 DIFFERS = "differs"
 INHERITS = "inherits"
 APART = "apart"
+OF_THE_ROW = "one result for the row"
+ONE_RESULT = "one result a sample"
+MASKS = "against eager attention"
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class LayerResult:
     """What a report says about one layer.
 
     Attributes:
-        layer: its name in the model, or ``embeddings`` or ``output`` where those are at fault.
+        layer: its name in the model, or ``embeddings`` or ``output`` where those are at fault; or the name of a result
+            that the model gives for each sample, for example ``logits`` of a classification head.
         kind: what mixes tokens in it, for example ``gated delta rule``.
         difference: largest difference between packed and alone of what the layer returns, in the plain forward.
         own_difference: the same where the layer gets the hidden states of the alone runs, so that it is its own doing.
@@ -82,6 +87,11 @@ def judge(pack: Pack, packed: Run, comparison: Comparison) -> Verdicts:
         finding = comparison.calls[index]
         if call.layer is None and finding is not None:
             add(call.place.name, call.place.kind, finding, _parts(packed, comparison, index))
+    for result in comparison.results:
+        row = _result_row(pack, result, inherits=bool(culprits))
+        rows.append(row)
+        if row.verdict in (LEAKS, DIFFERS):
+            culprits.append(Culprit(row, None))
     # A whole model may sum up rounding, so here only a change that another sample makes counts, and only the first.
     if comparison.output is not None and not culprits:
         output = comparison.output._replace(own=comparison.output.own * 0)
@@ -118,6 +128,35 @@ def _judge_parts(
     if inherits and bool(wrong.any()):
         return _row(pack, name, kind, finding, INHERITS, wrong), None
     return _row(pack, name, kind, finding, APART, None), None
+
+
+def judge_masks(pack: Pack, verdicts: Verdicts, finding: Optional[Finding]) -> Verdicts:
+    """``verdicts`` and, where eager attention computes something else from the samples alone, a row that says so."""
+    if finding is None or not bool(_different(finding).any()):
+        return verdicts
+    row = _row(pack, "output", MASKS, finding, DIFFERS, _different(finding))
+    return Verdicts([*verdicts.rows, row], Culprit(row, None))
+
+
+def _result_row(pack: Pack, result: Result, inherits: bool) -> LayerResult:
+    """A row for what the model gives for each sample; a single one for all of them is a leak whatever its numbers."""
+    reached, far = result.reached > 0, result.total > result.rounding
+    verdict, marks = APART, None
+    if result.of_the_row:
+        verdict, marks = LEAKS, torch.ones(len(pack.bounds), dtype=torch.bool)
+        marks[0] = False
+    elif inherits and bool((reached | far).any()):
+        verdict, marks = INHERITS, reached | far
+    elif bool(reached.any()):
+        verdict, marks = LEAKS, reached
+    elif bool(far.any()):
+        verdict, marks = DIFFERS, far
+    index = None if marks is None else int(marks.nonzero()[0])
+    token = None if index is None else pack.bounds[index][0]
+    numbers = (float(result.total.max()), float(result.total.max()), float(result.reached.max()))
+    kind = OF_THE_ROW if result.of_the_row else ONE_RESULT
+    sample = None if index is None else (index, 0)
+    return LayerResult(result.name, kind, *numbers, result.scale, result.rounding, token, sample, verdict)
 
 
 def _influenced(part: Finding) -> Tensor:

@@ -1,7 +1,7 @@
 """Runs of a model under forward hooks that see, and may replace, what its layers get."""
 
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -34,17 +34,25 @@ class Call:
 
 
 class Run(NamedTuple):
-    """The calls of one forward in the order in which they began, and the model's output ``[T, ...]``."""
+    """One forward.
+
+    Attributes:
+        calls: those of the layers, in the order in which they began.
+        output: the model's output ``[T, ...]``.
+        results: tensors of the output with one or two dimensions, by name; among them what it gives for a sample.
+    """
 
     calls: List[Call]
     output: Optional[Tensor]
+    results: Dict[str, Tensor]
 
 
 class Watch:
     """Records the calls of one forward at a time. ``running`` holds those that have begun and not ended."""
 
-    def __init__(self, layers: Sequence[Place]) -> None:
+    def __init__(self, layers: Sequence[Place], virtual: int) -> None:
         self._layers = {place.module: place for place in layers}
+        self._virtual = virtual
         self._start(0, None)
 
     def _start(self, length: int, feed: Optional[Feed]) -> None:
@@ -56,8 +64,19 @@ class Watch:
     def run(self, forward: Callable[[], Any], length: int, feed: Optional[Feed] = None) -> Run:
         """Watch ``forward()`` on a row of ``length`` tokens; ``feed`` replaces the hidden states that layers get."""
         self._start(length, feed)
-        output = hidden_states(forward(), length)
-        return Run(self.calls, output)
+        output = forward()
+        return Run(self.calls, self._states(output), flat_results(output))
+
+    def _rows(self, value: Any) -> Optional[Tensor]:
+        """The rows of the tokens, without those of virtual tokens that an adapter has put before them."""
+        found = rows(value, self._length)
+        if found is None and self._virtual:
+            found = rows(value, self._length + self._virtual)
+            found = None if found is None else found[self._virtual :]
+        return found
+
+    def _states(self, output: Any) -> Optional[Tensor]:
+        return next((found for found in map(self._rows, _parts(output)) if found is not None), None)
 
     def modules(self) -> List[nn.Module]:
         """Layers and mixers, each once: layers may share a mixer."""
@@ -82,11 +101,14 @@ class Watch:
             return None
         key = self._hidden_argument(args, kwargs)
         found = None if key is None else args[key] if isinstance(key, int) else kwargs[key]
-        given = copied(rows(found, self._length))
+        given = copied(self._rows(found))
         self._begin(Call(place, None, given, names))
         if given is None or self._feed is None:
             return None
-        fed = self._feed(len(self.calls) - 1, given).reshape(found.shape)
+        fed = self._feed(len(self.calls) - 1, given)
+        if found.numel() != fed.numel():
+            fed = torch.cat([found.reshape(-1, *fed.shape[1:])[: self._virtual], fed])
+        fed = fed.reshape(found.shape)
         if isinstance(key, int):
             return (*args[:key], fed, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: fed}
@@ -97,11 +119,11 @@ class Watch:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.running and self.running[-1].place.module is module:
-            self.running.pop().output = copied(hidden_states(output, self._length))
+            self.running.pop().output = copied(self._states(output))
 
     def _hidden_argument(self, args: Tuple[Any, ...], kwargs: Any) -> Optional[Union[int, str]]:
         named = [*enumerate(args), ("hidden_states", kwargs.get("hidden_states")), *kwargs.items()]
-        return next((key for key, value in named if rows(value, self._length) is not None), None)
+        return next((key for key, value in named if self._rows(value) is not None), None)
 
 
 def rows(value: Any, length: int) -> Optional[Tensor]:
@@ -113,11 +135,22 @@ def rows(value: Any, length: int) -> Optional[Tensor]:
     return value if value.dim() == 2 and value.shape[0] == length else None
 
 
-def hidden_states(output: Any, length: int) -> Optional[Tensor]:
-    """The first tensor of a module's output that has a row for each token, ``[T, ...]``."""
+def _parts(output: Any) -> Sequence[Any]:
     parts = list(output.values()) if isinstance(output, dict) else output
-    parts = parts if isinstance(parts, (tuple, list)) else [parts]
-    return next((found for found in (rows(part, length) for part in parts) if found is not None), None)
+    return parts if isinstance(parts, (tuple, list)) else [parts]
+
+
+def flat_results(output: Any) -> Dict[str, Tensor]:
+    """The float tensors of a model's output with one or two dimensions, by name, without losses and hidden states."""
+    named = output if isinstance(output, dict) else dict(enumerate(_parts(output)))
+    return {
+        str(name): value.clone()
+        for name, value in named.items()
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dim() in (1, 2)
+        and not any(word in str(name) for word in ("loss", "hidden", "router"))
+    }
 
 
 def copied(hidden: Optional[Tensor]) -> Optional[Tensor]:
@@ -126,9 +159,12 @@ def copied(hidden: Optional[Tensor]) -> Optional[Tensor]:
 
 
 @contextmanager
-def watching(model: nn.Module, layers: Sequence[Place]) -> Iterator[Watch]:
-    """Hooks on ``layers`` and their mixers, evaluation mode and no gradients, until the block ends or fails."""
-    watch = Watch(layers)
+def watching(model: nn.Module, layers: Sequence[Place], virtual: int = 0) -> Iterator[Watch]:
+    """Hooks on ``layers`` and their mixers, evaluation mode and no gradients, until the block ends or fails.
+
+    ``virtual`` is the number of tokens that an adapter puts before a row.
+    """
+    watch = Watch(layers, virtual)
     # Not model.eval(): in transformers that may exchange the forward of layers (use_kernels), and so would undoing it.
     training = [module for module in model.modules() if module.training]
     handles = []
