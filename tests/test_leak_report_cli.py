@@ -10,19 +10,22 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests import head_models
 from tests.test_leak_report import one_thread  # noqa: F401  an autouse fixture
 from tests.tiny_models import VOCABULARY, build
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """model type -> folder of a saved model."""
+    """Model type, "llama classifier" being one with a head -> folder of a saved model."""
     known = {}
 
     def folder(model_type):
         if model_type not in known:
             known[model_type] = str(tmp_path_factory.mktemp(model_type))
-            build(model_type, "eager").save_pretrained(known[model_type])
+            head = model_type.partition(" ")[2]
+            model = head_models.build("llama", 0, "sdpa") if head else build(model_type, "eager")
+            model.save_pretrained(known[model_type])
         return known[model_type]
 
     return folder
@@ -53,6 +56,8 @@ def test_stock_by_default(main, saved, capsys, tmp_path):
         ("qwen3_5_text", ["--attn", "eager", "--hooks"], 0),
         ("qwen3_5_text", ["--settings", "cu_seq_lens", "seq_idx"], 3),
         ("zaya", ["--attn", "ours"], 3),
+        ("llama classifier", ["--settings", "position_ids"], 1),
+        ("llama classifier", ["--attn", "ours", "--settings", "position_ids"], 0),
         ("mamba", ["--settings", "seq_idx"], 1),
         ("xlm-roberta", ["--attn", "ours", "--settings", "seq_idx"], 1),
         ("xlm-roberta", ["--attn", "ours", "--settings", "seq_idx", "--position-ids-start", "2"], 0),
