@@ -237,10 +237,10 @@ def _samples(op: str, here: Boundaries, results: Optional[int]) -> Samples:
     """The samples; ``results`` is how many the caller has labels for, where it has.
 
     Where values may not be read, on a GPU and while tracing, the labels say how many samples there are, or the offsets
-    that the call was given. With neither, a call on a GPU waits for one value, and a graph breaks.
+    that the call was given. With neither, a call on a GPU waits for one value.
 
     Raises:
-        ValueError: not one label a sample.
+        ValueError: not one label a sample; or nothing says how many samples a trace holds.
     """
     bos, eos = here.cu_seqlens[:-1].long(), here.cu_seqlens[1:].long()
     tokens = here.batch * here.length
@@ -248,10 +248,8 @@ def _samples(op: str, here: Boundaries, results: Optional[int]) -> Samples:
     # One entry a token: the form that offsets have where the number of samples is not known.
     unknown = results is None and bos.shape[0] == tokens
     if unknown and torch.compiler.is_compiling():
-        torch._dynamo.graph_break(
-            msg=f"{op}: cu_seq_lens_q must be given when a packed forward without labels is compiled into one graph, "
-            "because the number of samples is a shape of the result"
-        )
+        must = "be given when a packed forward without labels is compiled, because the number of samples is a shape"
+        raise value_error(op, "cu_seq_lens_q", must, None)
     if packing.reads_values(here.cu_seqlens) or unknown or (packing.has_values(real) and results == tokens):
         index = real.nonzero().squeeze(-1)
         if results not in (None, index.shape[0]):
