@@ -108,6 +108,28 @@ def test_generation_from_prompts_of_several_turns(model_type, without_hooks):
             assert torch.equal(model.generate(**call), expected), (name, attention)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "jamba", "zamba2", "nemotron_h"])
+def test_generation_from_prompts_that_end_in_padding(model_type, without_hooks):
+    """generate() then counts on from the padding's position. What a padding token answers is not compared under ours."""
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 1, 0]])
+    prompt = dict(input_ids=torch.arange(3, 13).view(2, 5), attention_mask=mask)
+    stock = build(model_type, "eager").eval()
+    for arguments in GENERATION.values():
+        call = {**prompt, **GREEDY, **arguments}
+        expected = without_hooks(stock.generate, **call)
+        for attention in ("eager", "sdpa"):
+            assert torch.equal(build(model_type, attention).eval().generate(**call), expected), attention
+        assert load(model_type).eval().generate(**call).shape == expected.shape
+
+
+def test_a_sample_behind_padding_is_not_taken_for_its_continuation(kernel):
+    """RoBERTa's kind counts from 2 and gives padding 1, so the first token of a sample counts on from padding."""
+    model = load("xlm-roberta").eval()
+    call = dict(input_ids=torch.tensor([[5, 6, 7, 1, 8, 9]]), attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1]]))
+    with pytest.raises(ValueError, match="attention_mask must be left out or mask nothing in a packed call"):
+        model(**call, position_ids=torch.tensor([[2, 3, 4, 1, 2, 3]]))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "lfm2", "bamba"])
 def test_generation_in_steps_of_several_tokens(model_type):
     """Tokens that come several at a time beside a cache: guesses from the prompt, and a prompt read in chunks."""

@@ -134,7 +134,8 @@ def real_starts(positions: Tensor, real: Optional[Tensor]) -> Tensor:
     """Mark the first token of each sample, bool ``[B, T]``, comparing each token with the real one before it.
 
     The position of a token behind padding counts on by one (positions that count tokens) or by the distance (positions
-    that count places), or starts a sample. Padding starts nothing.
+    that count places), or starts a sample. Where a prompt ends in padding, generate() counts on from the padding's own
+    position; that is no start either unless it leads to where the row's samples begin. Padding starts nothing.
     """
     if real is None:
         return packing.starts_from_position_ids(positions)
@@ -143,6 +144,9 @@ def real_starts(positions: Tensor, real: Optional[Tensor]) -> Tensor:
     before = previous_real(real)
     step = row - row.gather(-1, before.clamp(min=0))
     continues = step >= 0 if only_falls else (step == 1) | (step == index - before)
+    first = row.gather(-1, real.int().argmax(-1, keepdim=True))
+    behind_padding = torch.cat([torch.zeros_like(real[:, :1]), ~real[:, :-1] & (row[:, 1:] == row[:, :-1] + 1)], -1)
+    continues = continues | (behind_padding & (row != first))
     return real & ~(continues & (before >= 0))
 
 
