@@ -185,10 +185,12 @@ def test_compiled_without_labels(kernel):
     with torch.no_grad():
         expected = model(**positions).logits
         assert_logits_equal(torch.compile(model, fullgraph=True, backend="eager")(**told).logits, expected)
-        for fullgraph in (True, False):
-            torch._dynamo.reset()
-            with pytest.raises(Exception, match="cu_seq_lens_q must be given when|Observed exception"):
-                torch.compile(model, fullgraph=fullgraph, backend="eager")(**positions, use_cache=False)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="cu_seq_lens_q must be given when|Observed exception"):
+            torch.compile(model, fullgraph=True, backend="eager")(**positions, use_cache=False)
+        # Without fullgraph the error sends the head back to eager mode, where the values tell.
+        torch._dynamo.reset()
+        assert_logits_equal(torch.compile(model, backend="eager")(**positions, use_cache=False).logits, expected)
 
 
 def test_no_sample_reaches_the_score_of_another(kernel):

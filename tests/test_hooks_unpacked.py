@@ -110,7 +110,7 @@ def test_generation_from_prompts_of_several_turns(model_type, without_hooks):
 
 @pytest.mark.parametrize("model_type", ["llama", "jamba", "zamba2", "nemotron_h"])
 def test_generation_from_prompts_that_end_in_padding(model_type, without_hooks):
-    """generate() then counts on from the padding's position. What a padding token answers is not compared under ours."""
+    """generate() then counts on from the padding's position. Under ours, what a padding token answers is its own."""
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 1, 0]])
     prompt = dict(input_ids=torch.arange(3, 13).view(2, 5), attention_mask=mask)
     stock = build(model_type, "eager").eval()
