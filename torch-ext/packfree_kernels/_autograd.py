@@ -167,6 +167,7 @@ def _register(
     """Put a kernel at the Autograd key of op ``name``, whose node in the graph saves and computes as the two tell."""
     op = getattr(ops, name).default
     updated = [i for i, argument in enumerate(op._schema.arguments) if argument.is_write]
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
@@ -189,6 +190,8 @@ def _register(
     )
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        # The dispatcher leaves out trailing arguments that have their default value.
+        arguments = (*arguments, *defaults[len(arguments) :])
         refuse_tangents(function, arguments)
         for i in updated:
             refuse_graph_of_updated(function, op._schema.arguments[i].name, arguments[i])
