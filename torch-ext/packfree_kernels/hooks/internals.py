@@ -88,7 +88,6 @@ LEAKING_MODELS = {
 # Attention that a flash-style kernel cannot express.
 ATTENTION_NOT_EXPRESSED = {
     "inkling*": "its attention adds a learned position bias",
-    "paligemma": "the tokens of its prefix see each other in both directions",
     "pegasus_x": "the local attention of its encoder needs a mask of another form than flash-style kernels get",
     "t5gemma*": "the window of its encoder is one token wider than the one that flash-style kernels get",
 }

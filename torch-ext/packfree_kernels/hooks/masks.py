@@ -152,9 +152,9 @@ def _needs_ranges(mask_function: Callable, config: Any, overlaid: bool, unfilled
     Raises:
         ValueError: a part of it is not understood.
     """
-    kinds = _kinds(mask_function)
+    kinds, both_ways = _kinds(mask_function), internals.sees_both_ways(config)
     if _UNKNOWN in kinds:
-        if internals.sees_both_ways(config):
+        if both_ways:
             return False  # its modules say so themselves
         raise value_error(
             internals.model_type(config), "its attention mask",
@@ -165,7 +165,8 @@ def _needs_ranges(mask_function: Callable, config: Any, overlaid: bool, unfilled
     if overlaid or _BLOCKS in kinds or "or_masks" in kinds:
         return True
     # Chains beside causality are the samples that transformers finds in position_ids.
-    return unfilled if "causal" in kinds else _CHAINS in kinds
+    # Modules that drop causality themselves must be told of it: PaliGemma's, outside its prefix.
+    return unfilled or both_ways if "causal" in kinds else _CHAINS in kinds
 
 
 def _range(function: Callable, row: _Row) -> Range:
