@@ -130,6 +130,8 @@ def test_a_second_build_does_not_stack(kernel, tmp_path):
         shutil.copy(source / name, package / name)
     (package / "causal_conv1d").mkdir()
     (package / "causal_conv1d" / "api.py").write_text("WIDTHS = range(2, 9)\nACTIVATIONS = ()\n")
+    (package / "flash_attn_varlen").mkdir()
+    (package / "flash_attn_varlen" / "api.py").write_text("flash_attn_func = flash_attn_varlen_func = None\n")
     (package / "_ops.py").write_text(
         "ops = None\ndef add_op_namespace_prefix(name): return 'other_packfree_build::' + name\n"
     )

@@ -63,6 +63,8 @@ def test_every_kernel_in_bfloat16(kernel, calls, started):
         case = dataclasses.replace(MAMBA2, heads=9, head_dim=2, state_dim=3)
         op = mamba2_scan.op_under_test(case) if name == "mamba2_scan" else make()
         properties.check_against_reference(op, Pack("", (3, 0, 1), padding=1), torch.bfloat16)
+    ranges = flash_attn_varlen.op_under_test(flash_attn_varlen.Case("ranges", (2, 1), (16, 16), ranges="blocks"))
+    properties.check_against_reference(ranges, Pack("", (3, 0, 1), padding=1), torch.bfloat16)
     for rule in DELTA_RULES:
         check_forward(rule.op_under_test(kda.CASES[0], rule.recurrent), Pack("", (2, 1)), torch.bfloat16)
     target = importlib.import_module(f"{kernel.__name__}._triton.launch").SM90

@@ -54,10 +54,11 @@ class Mask(NamedTuple):
 
 
 def batch_of(call: Call) -> Optional[Batch]:
-    tokens = call.get("input_ids")
+    tokens, dims = call.get("input_ids"), 2
     if tokens is None:
-        tokens = call.get("inputs_embeds")
-    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        tokens, dims = call.get("inputs_embeds"), 3
+    # Choices [B, C, T], say, are no rows; the model makes some of them and calls a model inside it.
+    if not isinstance(tokens, Tensor) or tokens.dim() != dims:
         return None
     return Batch(tokens.shape[0], tokens.shape[1], tokens.device)
 
