@@ -10,18 +10,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .tiny_models import MODELS, NAME, VOCABULARY, pack, redraw
 
 _STILL = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.0)
-_BERT = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    **_STILL,
-)
-# Their positions start at padding_idx + 1.
-_ROBERTA = dict(_BERT, pad_token_id=1)
 _DECODER = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -31,6 +19,9 @@ _DECODER = dict(
     max_position_embeddings=64,
     pad_token_id=0,
 )
+_BERT = dict(_DECODER, **_STILL)
+# Their positions start at padding_idx + 1.
+_ROBERTA = dict(_BERT, pad_token_id=1)
 
 # Model type -> configurations of the ways in which its head reads a sample.
 HEAD_MODELS: Dict[str, List[Dict[str, Any]]] = {
