@@ -5,6 +5,7 @@ import torch
 
 from tests.harness import properties
 from tests.harness.packings import Pack
+from tests.harness.tolerance import DRAWS, check_close, nudged
 from tests.ops.causal_conv1d import Case, op_under_test
 
 PACK = Pack("ragged", (5, 9, 17, 3))
@@ -58,14 +59,49 @@ def unwritten_output(run, inputs, boundaries):
     return {**outputs, "y": outputs["y"] + hole}
 
 
+def slightly_large(run, inputs, boundaries):
+    outputs = run(inputs, **boundaries)
+    return {**outputs, "y": outputs["y"] * (1 + 1e-5)}
+
+
 @pytest.mark.parametrize(
     "fault",
-    [shifted_boundary, dropped_tail, ignored_boundaries, narrow_accumulator, detached_parameter, unwritten_output],
+    [
+        shifted_boundary,
+        dropped_tail,
+        ignored_boundaries,
+        narrow_accumulator,
+        detached_parameter,
+        unwritten_output,
+        slightly_large,
+    ],
     ids=lambda fault: fault.__name__,
 )
 def test_reference_check_rejects(fault):
     with pytest.raises(AssertionError):
         properties.check_against_reference(faulty(fault), PACK, torch.float32)
+
+
+def test_a_lucky_reference_is_no_measure():
+    """The reference happens to be exact where its error is 1e-4 as a rule: products that cancel but for 1e-3."""
+    inputs = {"x": torch.tensor([1.0, 1.0 + 2**-10, 3.0])}
+
+    def difference(values):
+        x = values["x"]
+        return (x[0] * x[2] / 3 - x[1] * x[2] / 3)[None]
+
+    truth = difference({"x": inputs["x"].double()})
+    ours = (truth * (1 + 1e-4)).float()
+
+    def more_errors():
+        others = [nudged(inputs, draw) for draw in range(DRAWS)]
+        return [(difference(other).double() - difference({"x": other["x"].double()})).abs() for other in others]
+
+    with pytest.raises(AssertionError, match="is off by"):
+        check_close("difference", "y", ours, truth.float(), truth)
+    check_close("difference", "y", ours, truth.float(), truth, more_errors=more_errors)
+    with pytest.raises(AssertionError, match="is off by"):
+        check_close("difference", "y", truth.float() * 1.001, truth.float(), truth, more_errors=more_errors)
 
 
 def test_isolation_check_rejects_a_leak():

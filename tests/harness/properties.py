@@ -4,6 +4,7 @@ An op joins by an :class:`OpUnderTest`. Its tensors fall into three kinds: token
 sequences), states (axis 0 of length N, one entry a sequence) and parameters (neither).
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Callable, Dict, List, Optional, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .packings import Pack
-from .tolerance import check_close
+from .tolerance import DRAWS, check_close, nudged
 
 Tensors = Dict[str, Tensor]
 
@@ -103,13 +104,32 @@ def check_against_reference(op: OpUnderTest, pack: Pack, dtype: torch.dtype) -> 
     """Outputs and every gradient lie within the budget of tolerance.py."""
     inputs = op.make(pack, dtype)
     boundaries = op.boundaries(pack)
-    truth = run_with_gradients(lambda leaves: op.reference(leaves, pack.cu_seqlens), cast(inputs, torch.float64))
-    working = run_with_gradients(lambda leaves: op.reference(leaves, pack.cu_seqlens), inputs)
+
+    def reference(values: Tensors) -> Tensors:
+        return run_with_gradients(lambda leaves: op.reference(leaves, pack.cu_seqlens), values)
+
+    truth = reference(cast(inputs, torch.float64))
+    working = reference(inputs)
     ours = run_with_gradients(lambda leaves: op.run(leaves, **boundaries), inputs)
     assert ours.keys() == truth.keys()
+
+    @functools.lru_cache(maxsize=None)
+    def more_errors() -> List[Tensors]:
+        others = [nudged(inputs, draw) for draw in range(DRAWS)]
+        pairs = [(reference(other), reference(cast(other, torch.float64))) for other in others]
+        return [{name: (working[name].double() - truth[name]).abs() for name in truth} for working, truth in pairs]
+
     for name in truth:
         summands = max(pack.tokens, 1) if op.kind(name) == "parameter" else 1
-        check_close(op.name, name, ours[name], working[name], truth[name], summands)
+        check_close(
+            op.name,
+            name,
+            ours[name],
+            working[name],
+            truth[name],
+            summands,
+            lambda name=name: [errors[name] for errors in more_errors()],
+        )
 
 
 def assert_same_bits(what: str, left: Tensor, right: Tensor) -> None:
