@@ -99,11 +99,20 @@ def test_update_special_cases(kernel):
 
 
 def test_update_of_a_row_that_is_not_there(kernel):
-    """No value may be looked at before a GPU uses it, so such a row touches nothing and gives NaN."""
+    """No value may be looked at before a GPU uses it, so such a row touches nothing and gives NaN; -1 is padding."""
+    slots = torch.tensor([1, 2, -1])
     x, weight, state = torch.randn(3, 5), torch.randn(5, 4), torch.randn(2, 5, 3)
     before = state.clone()
-    y = kernel.causal_conv1d_update(x, state, weight, conv_state_indices=torch.tensor([1, 2, -1]))
-    assert y[0].isfinite().all() and y[1:].isnan().all() and torch.equal(state[0], before[0])
+    y = kernel.causal_conv1d_update(x, state, weight, conv_state_indices=slots)
+    assert y[0].isfinite().all() and y[1].isnan().all() and torch.equal(state[0], before[0])
+    properties.assert_same_bits("padding", y[2], torch.zeros(5))
+    x, state, columns = torch.randn(3, 2, 4), torch.randn(2, 2, 4, 5), torch.randn(3, 1, 5)
+    before = state.clone()
+    y = kernel.selective_state_update(
+        state, x, x.abs(), -torch.rand(2, 4, 5), columns, columns, state_batch_indices=slots
+    )
+    assert y[0].isfinite().all() and y[1].isnan().all() and torch.equal(state[0], before[0])
+    properties.assert_same_bits("padding", y[2], torch.zeros(2, 4))
 
 
 def test_scan_special_cases(kernel):

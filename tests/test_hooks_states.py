@@ -82,8 +82,9 @@ class GatedDelta(Layer):
         )
 
     def update(self, y, rate, state):
+        q, k, v, g, beta = self.arguments(y, rate)
         return self.kernel.fused_recurrent_gated_delta_rule(
-            *self.arguments(y, rate), initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+            q, k, v, g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
 
 

@@ -209,8 +209,8 @@ GATED = dict(use_gate_in_kernel=True, A_log=torch.ones(2))
 REJECTED = [
     (dict(A_log=torch.ones(2)), ValueError, r"A_log must be None without use_gate_in_kernel, got shape \(2,\)"),
     (dict(dt_bias=torch.ones(2)), ValueError, "dt_bias must be None without use_gate_in_kernel"),
-    (dict(lower_bound=-5.0), ValueError, "lower_bound must be None without use_gate_in_kernel, got -5.0"),
-    (dict(use_gate_in_kernel=True), TypeError, "A_log must be a tensor, got NoneType"),
+    (dict(lower_bound=1.0), ValueError, "lower_bound must be negative, got 1.0"),
+    (dict(use_gate_in_kernel=True), ValueError, "A_log must be given with use_gate_in_kernel, unless lower_bound is"),
     (dict(GATED, A_log=torch.ones(3)), ValueError, r"A_log must have HV = 2 elements, got shape \(3,\)"),
     (dict(GATED, A_log=torch.ones(2).int()), TypeError, "A_log must have one of the dtypes"),
     (dict(GATED, dt_bias=torch.ones(16)), ValueError, r"dt_bias must have shape \[HV \* K\] or \[HV, K\]"),

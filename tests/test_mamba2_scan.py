@@ -91,6 +91,7 @@ def test_opcheck(kernel):
     rows = [torch.randn(2, 4, 3, 5), torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.randn(4, 3, 5)]
     groups = [torch.randn(2, 2, 5), torch.randn(2, 2, 5), torch.randn(4, 3), torch.randn(2, 4, 3), torch.randn(4, 3)]
     torch.library.opcheck(ops.selective_state_update.default, (*rows, *groups, True))
+    torch.library.opcheck(ops.selective_state_update.default, (*rows, *groups, True, torch.tensor([1, -1])))
 
 
 @pytest.mark.parametrize("spelling", ["cu_seqlens", "seq_idx", "position_ids"])

@@ -59,7 +59,7 @@ struct ConvUpdateArgs {
   ConvStrides x_strides;
   void* state;                   // Elem, shifted in place; row of batch entry b is state_rows[b]
   ConvStrides state_strides;     // its "token" axis has state_length entries
-  const int64_t* state_rows;     // [B], or null: row b
+  const int64_t* state_rows;     // [B], or null: row b. Negative: a padding slot, y is 0 and no state is touched
   const int64_t* cache_seqlens;  // [B], or null. Tokens seen so far, where the state is a circular buffer
   const void* weight;            // Acc [W, D]
   const void* bias;              // Acc [D], or null

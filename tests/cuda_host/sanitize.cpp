@@ -180,10 +180,15 @@ static void StateUpdate(Input& input) {
   const int64_t B = input.Between(1, 2), G = input.Between(1, 2), H = G * input.Between(1, 2);
   const int64_t P = input.Between(1, 5), S = input.Between(1, 40), rows = B * H * P;
   const Dtype dtype = input.DrawDtype();
-  const bool wide = input.Coin(), gated = input.Coin();
-  const SelectiveStateUpdate args{B, H, G, P, S, input.Tensor(wide ? Dtype::kFloat32 : dtype, rows * S), H * P * S,
-                                  P * S, S, wide, input.Tensor(dtype, rows), input.Tensor(dtype, B * G * S),
-                                  input.Tensor(dtype, B * G * S), gated ? input.Tensor(dtype, rows) : nullptr,
+  const bool wide = input.Coin(), wide_coefficients = input.Coin(), gated = input.Coin();
+  const Dtype state_dtype = wide ? Dtype::kFloat32 : dtype, coefficients = wide_coefficients ? Dtype::kFloat32 : dtype;
+  // States by number: one of them, padding, and one that is not there.
+  std::vector<int64_t> slots(B);
+  for (int64_t b = 0; b < B; ++b) slots[b] = input.Coin() ? b : input.Coin() ? -1 : B;
+  const int64_t* state_of = input.Coin() ? input.Integers(slots) : nullptr;
+  const SelectiveStateUpdate args{B, H, G, P, S, input.Tensor(state_dtype, rows * S), H * P * S, P * S, S, B, state_of,
+                                  wide, input.Tensor(dtype, rows), input.Tensor(coefficients, B * G * S),
+                                  input.Tensor(coefficients, B * G * S), wide_coefficients, gated ? input.Tensor(dtype, rows) : nullptr,
                                   input.Floats(rows), H * P, P, 1, input.Floats(H * P * S), P * S, S, 1,
                                   input.FloatsOrNull(H * P), input.FloatsOrNull(H * P), input.Coin(),
                                   input.Tensor(dtype, rows)};

@@ -70,8 +70,13 @@ def convolution_update(draw: Draw, backward: bool) -> Arguments:
     return dict(
         x=tensor(dtype, B, D, T), conv_state=tensor(dtype, rows, D, W), weight=tensor(dtype, D, W),
         bias=draw.maybe(tensor(dtype, D)), cache_seqlens=draw.maybe(torch.randint(0, 9, (B,))),
-        conv_state_indices=torch.randperm(rows)[:B], silu=draw.flag(),
+        conv_state_indices=named_slots(draw, B, rows), silu=draw.flag(),
     )  # fmt: skip
+
+
+def named_slots(draw: Draw, batch: int, rows: int) -> torch.Tensor:
+    """A row of a cache for each entry of a batch, all different, or -1: padding."""
+    return torch.where(torch.rand(batch) < 0.2, -1, torch.randperm(rows)[:batch])
 
 
 def attention(draw: Draw, backward: bool) -> Arguments:
@@ -164,11 +169,14 @@ def mamba2(draw: Draw, backward: bool) -> Arguments:
 def state_update(draw: Draw, backward: bool) -> Arguments:
     dtype, wide = draw.dtypes()
     B, G, P, S = draw.randint(1, 3), draw.randint(1, 2), draw.choice([1, 5, 17]), draw.choice([1, 4, 17])
-    H = G * draw.choice([1, 2])
+    H, rows, coefficients = G * draw.choice([1, 2]), B + draw.randint(0, 2), draw.choice([dtype, wide])
+    slots = named_slots(draw, B, rows) if rows > B else draw.maybe(named_slots(draw, B, rows))
     return dict(
-        state=tensor(draw.choice([dtype, wide]), B, H, P, S), x=tensor(dtype, B, H, P), dt=tensor(wide, B, H, P),
-        A=-tensor(wide, H, P, S), B=tensor(dtype, B, G, S), C=tensor(dtype, B, G, S), D=draw.maybe(tensor(wide, H, P)),
+        state=tensor(draw.choice([dtype, wide]), rows, H, P, S), x=tensor(dtype, B, H, P), dt=tensor(wide, B, H, P),
+        A=-tensor(wide, H, P, S), B=tensor(coefficients, B, G, S), C=tensor(coefficients, B, G, S),
+        D=draw.maybe(tensor(wide, H, P)),
         z=draw.maybe(tensor(dtype, B, H, P)), dt_bias=draw.maybe(tensor(wide, H, P)), dt_softplus=draw.flag(),
+        state_batch_indices=slots,
     )  # fmt: skip
 
 

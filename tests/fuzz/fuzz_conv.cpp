@@ -1,7 +1,6 @@
 #include "cpu/causal_conv1d/causal_conv1d.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "trial.h"
 
@@ -99,11 +98,7 @@ void FuzzConvUpdate(Trial& trial) {
   args.state = state.data;
   args.state_strides = StridesOf(state.strides, false);
   if (named) {
-    std::vector<int64_t> order(static_cast<size_t>(rows));
-    std::iota(order.begin(), order.end(), 0);
-    for (int64_t i = rows; i > 1; --i) std::swap(order[i - 1], order[draw.Between(0, i - 1)]);
-    order.resize(static_cast<size_t>(args.batch));
-    args.state_rows = trial.ReadIntegers("state_rows", order);
+    args.state_rows = trial.ReadIntegers("state_rows", draw.Slots(args.batch, rows));
   }
   if (circular) {
     std::vector<int64_t> seen(static_cast<size_t>(args.batch));

@@ -83,15 +83,19 @@ void FuzzStateUpdate(Trial& trial) {
   args.head_dim = DrawDim(draw);
   args.state_dim = DrawDim(draw);
   args.wide_state = draw.Chance(50);
+  args.wide_coefficients = draw.Chance(50);
   args.softplus = draw.Chance(50);
+  const bool named = draw.Chance(50);
+  args.num_states = args.batch + (named ? draw.Between(0, 3) : 0);
   const int64_t B = args.batch, H = args.heads, P = args.head_dim, S = args.state_dim;
   const Axes head_axes = {{B, H, P}}, group_axes = {{B, args.groups, S}}, parameter_axes = {{H, P}};
-  const Strided state = trial.Update("state", args.wide_state ? wide : dtype, {{B, H, P, S}}, Lies::kLastDense);
+  const Strided state = trial.Update("state", args.wide_state ? wide : dtype, {{args.num_states, H, P, S}}, Lies::kLastDense);
   args.state = state.data;
   args.state_batch = state.strides[0], args.state_head = state.strides[1], args.state_row = state.strides[2];
   args.x = trial.Read("x", dtype, head_axes);
-  args.b = trial.Read("B", dtype, group_axes);
-  args.c = trial.Read("C", dtype, group_axes);
+  if (named) args.state_of = trial.ReadIntegers("state_batch_indices", draw.Slots(B, args.num_states));
+  args.b = trial.Read("B", args.wide_coefficients ? wide : dtype, group_axes);
+  args.c = trial.Read("C", args.wide_coefficients ? wide : dtype, group_axes);
   args.z = draw.Chance(50) ? trial.Read("z", dtype, head_axes) : nullptr;
   const Strided dt = trial.Read("dt", wide, head_axes, Lies::kAnyhow, {0, 1});
   args.dt = dt.data;
@@ -104,8 +108,9 @@ void FuzzStateUpdate(Trial& trial) {
   args.a_column = repeated || S <= 1 ? 0 : 1;
   args.d = draw.Chance(50) ? trial.Read("D", wide, parameter_axes) : nullptr;
   args.dt_bias = draw.Chance(50) ? trial.Read("dt_bias", wide, parameter_axes, {0, 0.5}) : nullptr;
-  trial.Describe("tier %s, %s, B=%ld H=%ld G=%ld P=%ld S=%ld%s%s%s%s%s", TierName(tier), NameOf(dtype), B, H, args.groups,
-                 P, S, args.wide_state ? ", wide state" : "", args.z != nullptr ? ", z" : "",
+  trial.Describe("tier %s, %s, B=%ld H=%ld G=%ld P=%ld S=%ld%s%s%s%s%s%s%s", TierName(tier), NameOf(dtype), B, H,
+                 args.groups, P, S, named ? ", named states" : "", args.wide_coefficients ? ", wide B and C" : "",
+                 args.wide_state ? ", wide state" : "", args.z != nullptr ? ", z" : "",
                  args.d != nullptr ? ", D" : "", args.dt_bias != nullptr ? ", bias" : "",
                  args.softplus ? ", softplus" : "");
   args.y = trial.Write("y", dtype, head_axes);

@@ -116,6 +116,15 @@ int64_t Draw::Between(int64_t low, int64_t high) {
   return low + static_cast<int64_t>(Bits() % static_cast<uint64_t>(high - low + 1));
 }
 
+std::vector<int64_t> Draw::Slots(int64_t batch, int64_t rows) {
+  std::vector<int64_t> slots(static_cast<size_t>(rows));
+  std::iota(slots.begin(), slots.end(), 0);
+  for (int64_t i = rows; i > 1; --i) std::swap(slots[i - 1], slots[Between(0, i - 1)]);
+  slots.resize(static_cast<size_t>(batch));
+  for (int64_t& slot : slots) slot = Chance(15) ? -1 : slot;
+  return slots;
+}
+
 double Draw::Uniform(double low, double high) {
   return low + (high - low) * static_cast<double>(Bits() >> 11) / 9007199254740992.0;
 }

@@ -35,6 +35,8 @@ class Draw {
   int64_t Between(int64_t low, int64_t high);  // both included
   bool Chance(int percent) { return Between(0, 99) < percent; }
   double Uniform(double low, double high);
+  // A row of a cache for each entry of a batch, all different, or -1: padding.
+  std::vector<int64_t> Slots(int64_t batch, int64_t rows);
   template <class T>
   T Pick(const std::vector<T>& from) {
     return from[static_cast<size_t>(Between(0, static_cast<int64_t>(from.size()) - 1))];

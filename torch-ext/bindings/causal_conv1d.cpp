@@ -1,5 +1,6 @@
 #include "bindings/causal_conv1d.h"
 
+#include "bindings/slots.h"
 #include "cpu/causal_conv1d/causal_conv1d.h"
 
 namespace packfree {
@@ -45,15 +46,10 @@ Tensor causal_conv1d_update(const Tensor& x, const Tensor& conv_state, const Ten
   const ConvUpdate step(op, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu);
   const int64_t* row_of = step.args.state_rows;
   const int64_t* seen_of = step.args.cache_seqlens;
-  std::vector<bool> taken(step.rows, false);
-  for (int64_t b = 0; b < step.args.batch; ++b) {
-    if (row_of != nullptr) {
-      STD_TORCH_CHECK(row_of[b] >= 0 && row_of[b] < step.rows && !taken[row_of[b]], op,
-                      ": conv_state_indices must name different rows of conv_state, got ", row_of[b], " at index ", b);
-      taken[row_of[b]] = true;
-    }
-    STD_TORCH_CHECK(seen_of == nullptr || seen_of[b] >= 0, op, ": cache_seqlens must not be negative, got ",
-                    seen_of == nullptr ? 0 : seen_of[b], " at index ", b);
+  CheckSlots(op, "conv_state_indices", "conv_state", row_of, step.args.batch, step.rows);
+  for (int64_t b = 0; seen_of != nullptr && b < step.args.batch; ++b) {
+    STD_TORCH_CHECK(seen_of[b] >= 0 || (row_of != nullptr && row_of[b] < 0), op,
+                    ": cache_seqlens must not be negative, got ", seen_of[b], " at index ", b);
   }
   causal_conv1d_update_cpu(step.args, CheckedTier(op));
   return step.y;

@@ -1,6 +1,7 @@
 #include "cpu/mamba2_scan/mamba2_scan.h"
 
 #include "bindings/selective_state_update.h"
+#include "bindings/slots.h"
 #include "bindings/tensors.h"
 #include "torch_binding.h"
 
@@ -145,9 +146,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
                               const Tensor& C, const std::optional<Tensor>& D, const std::optional<Tensor>& z,
-                              const std::optional<Tensor>& dt_bias, bool dt_softplus) {
+                              const std::optional<Tensor>& dt_bias, bool dt_softplus,
+                              const std::optional<Tensor>& state_batch_indices) {
   const char* op = "selective_state_update";
-  const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus);
+  const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices);
+  CheckSlots(op, "state_batch_indices", "state", step.args.state_of, step.args.batch, step.args.num_states);
   SelectiveStateUpdateCpu(CheckedTier(op), DtypeOf(op, x), step.args);
   return step.y;
 }
@@ -166,7 +169,7 @@ void define_mamba2_scan(OpLibrary& ops) {
       "Tensor ddt_bias, Tensor dinitial_state)");
   ops.def(
       "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
-      "Tensor? z, Tensor? dt_bias, bool dt_softplus) -> Tensor");
+      "Tensor? z, Tensor? dt_bias, bool dt_softplus, Tensor? state_batch_indices=None) -> Tensor");
 }
 
 void implement_mamba2_scan_cpu(OpLibrary& ops) {

@@ -10,27 +10,33 @@ namespace packfree {
 // The arguments, and the tensors that own their memory.
 struct StateUpdate {
   Tensor x_rows, b_rows, c_rows, a_rows, y;
-  std::optional<Tensor> d_rows, z_rows, bias_rows;
+  std::optional<Tensor> d_rows, z_rows, bias_rows, slots;
   SelectiveStateUpdate args;
 
   StateUpdate(const char* op, const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
               const Tensor& C, const std::optional<Tensor>& D, const std::optional<Tensor>& z,
-              const std::optional<Tensor>& dt_bias, bool dt_softplus) {
+              const std::optional<Tensor>& dt_bias, bool dt_softplus,
+              const std::optional<Tensor>& state_batch_indices) {
     const ScalarType accumulation = AccumulationType(x);
     STD_TORCH_CHECK(state.dim() == 4 && x.dim() == 3 && dt.dim() == 3 && A.dim() == 3 && B.dim() == 3 && C.dim() == 3,
-                    op, ": state must have shape [B, H, P, S], x and dt [B, H, P], A [H, P, S], B and C [B, G, S]");
+                    op, ": state must have shape [R, H, P, S], x and dt [B, H, P], A [H, P, S], B and C [B, G, S]");
     const int64_t batch = x.size(0), heads = x.size(1), P = x.size(2), S = state.size(3), groups = B.size(1);
-    STD_TORCH_CHECK(state.size(0) == batch && state.size(1) == heads && state.size(2) == P && dt.size(0) == batch &&
+    slots = ToAccumulation(state_batch_indices, ScalarType::Long);
+    STD_TORCH_CHECK(slots.has_value() ? slots->dim() == 1 && slots->size(0) == batch : state.size(0) == batch, op,
+                    ": state must have one row for each row of x, or state_batch_indices [B] must name them");
+    STD_TORCH_CHECK(state.size(1) == heads && state.size(2) == P && dt.size(0) == batch &&
                         dt.size(1) == heads && dt.size(2) == P && A.size(0) == heads && A.size(1) == P &&
                         A.size(2) == S && B.size(0) == batch && B.size(2) == S && C.size(0) == batch &&
                         C.size(1) == groups && C.size(2) == S && groups > 0 && heads % groups == 0,
-                    op, ": state must have shape [B, H, P, S], x and dt [B, H, P], A [H, P, S], B and C [B, G, S]");
+                    op, ": state must have shape [R, H, P, S], x and dt [B, H, P], A [H, P, S], B and C [B, G, S]");
     STD_TORCH_CHECK(state.stride(3) == 1 || S <= 1, op, ": the last axis of state must be dense");
     STD_TORCH_CHECK(state.scalar_type() == x.scalar_type() || state.scalar_type() == accumulation, op,
                     ": state must have the dtype of x or float32 (float64 beside float64)");
-    STD_TORCH_CHECK(B.scalar_type() == x.scalar_type() && C.scalar_type() == x.scalar_type() &&
-                        dt.scalar_type() == accumulation && A.scalar_type() == accumulation,
-                    op, ": B and C must have the dtype of x; dt and A float32 (float64 beside float64)");
+    STD_TORCH_CHECK((B.scalar_type() == x.scalar_type() || B.scalar_type() == accumulation) &&
+                        C.scalar_type() == B.scalar_type(),
+                    op, ": B and C must both have the dtype of x, or float32 (float64 beside float64)");
+    STD_TORCH_CHECK(dt.scalar_type() == accumulation && A.scalar_type() == accumulation, op,
+                    ": dt and A must have dtype float32 (float64 beside float64)");
     for (const std::optional<Tensor>* row : {&D, &dt_bias}) {
       STD_TORCH_CHECK(!row->has_value() || ((*row)->dim() == 2 && (*row)->size(0) == heads && (*row)->size(1) == P &&
                                             (*row)->scalar_type() == accumulation),
@@ -52,10 +58,13 @@ struct StateUpdate {
             state.stride(0),
             state.stride(1),
             state.stride(2),
+            state.size(0),
+            static_cast<const int64_t*>(DataOrNull(slots)),
             state.scalar_type() == accumulation,
             x_rows.const_data_ptr(),
             b_rows.const_data_ptr(),
             c_rows.const_data_ptr(),
+            B.scalar_type() == accumulation,
             DataOrNull(z_rows),
             dt.const_data_ptr(),
             dt.stride(0),

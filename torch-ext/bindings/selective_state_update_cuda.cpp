@@ -8,11 +8,12 @@ namespace {
 
 Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
                               const Tensor& C, const std::optional<Tensor>& D, const std::optional<Tensor>& z,
-                              const std::optional<Tensor>& dt_bias, bool dt_softplus) {
+                              const std::optional<Tensor>& dt_bias, bool dt_softplus,
+                              const std::optional<Tensor>& state_batch_indices) {
   const char* op = "selective_state_update";
   CheckNoDouble(op, "x", x);
   const CudaCall call(op, x);
-  const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus);
+  const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices);
   call.Check(selective_state_update_cuda(step.args, DtypeOf(op, x), call.stream()));
   return step.y;
 }

@@ -33,7 +33,8 @@ def check_shape(op: str, argument: str, tensor: Tensor, shape: Sequence[int], le
 def check_dtype(op: str, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype] = FLOAT_DTYPES) -> None:
     if tensor.dtype not in allowed:
         names = ", ".join(str(dtype).replace("torch.", "") for dtype in allowed)
-        raise type_error(op, argument, f"have one of the dtypes {names}", str(tensor.dtype).replace("torch.", ""))
+        why = ": complex numbers are not served" if tensor.is_complex() else ""
+        raise type_error(op, argument, f"have one of the dtypes {names}", str(tensor.dtype).replace("torch.", "") + why)
 
 
 def check_served(op: str, argument: str, tensor: Tensor) -> None:

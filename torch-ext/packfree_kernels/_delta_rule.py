@@ -1,7 +1,8 @@
 """What the public functions of the delta rules share: argument checks, and the call of an op on packed tokens."""
 
 import math
-from typing import Callable, Optional, Tuple
+import warnings
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -16,25 +17,39 @@ from ._checks import (
     type_error,
     value_error,
 )
-from .packing import Boundaries, Packing, resolve_packing
+from ._gates import sigmoid
+from .packing import Boundaries, Packing, check_cu_seqlens, reads_values, resolve_packing
 
 MAX_HEAD_DIM = 256
 DTYPES = FLOAT_DTYPES + (torch.float64,)
 
 
-def check_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, decay_per_channel: bool) -> None:
-    """Everything about the five token tensors; ``g`` has one decay a head, or with ``decay_per_channel`` K of them."""
+class Options(NamedTuple):
+    """What each function may be told beside its tokens and its gate; see ``chunk_gated_delta_rule``."""
+
+    scale: Optional[float]
+    initial_state: Optional[Tensor]
+    output_final_state: bool
+    l2norm: bool
+    beta_sigmoid: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    cu_seqlens: Optional[Boundaries]
+    cu_seqlens_cpu: Optional[Tensor]
+    seq_idx: Optional[Tensor]
+    position_ids: Optional[Tensor]
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Everything about queries, keys and values."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, name, tensor, 4)
         check_dtype(op, name, tensor, DTYPES)
-        if tensor.dtype != q.dtype:
-            raise type_error(op, name, f"have q's dtype {_name(q.dtype)}", _name(tensor.dtype))
         check_same_device(op, name, tensor, q.device)
-    for name, tensor, ndim in (("g", g, 4 if decay_per_channel else 3), ("beta", beta, 3)):
-        check_tensor(op, name, tensor, ndim)
-        check_dtype(op, name, tensor, DTYPES)
-        check_same_device(op, name, tensor, q.device)
-    check_served(op, "q", q)
+        check_served(op, name, tensor)
     batch, length, key_heads, key_dim = q.shape
     if key_heads < 1 or not 1 <= key_dim <= MAX_HEAD_DIM:
         raise value_error(op, "q", f"have at least one head and a head_dim of 1 to {MAX_HEAD_DIM}", tuple(q.shape))
@@ -46,15 +61,17 @@ def check_tokens(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tens
         raise value_error(op, "v", f"have a num_heads that is a multiple of q's {key_heads}", value_heads)
     if not 1 <= value_dim <= MAX_HEAD_DIM:
         raise value_error(op, "v", f"have a head_dim of 1 to {MAX_HEAD_DIM}", value_dim)
-    if decay_per_channel:
-        check_shape(op, "g", g, (batch, length, value_heads, key_dim), "[B, T, HV, K]")
-    else:
-        check_shape(op, "g", g, (batch, length, value_heads), "[B, T, HV]")
-    check_shape(op, "beta", beta, (batch, length, value_heads), "[B, T, HV]")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).replace("torch.", "")
+def check_by_token(op: str, name: str, tensor: Tensor, v: Tensor, channels: str = "", size: int = 0) -> None:
+    """A number for each token and value head, ``[B, T, HV]``, or ``size`` of them, named by the letter ``channels``."""
+    shape, letters = tuple(v.shape[:3]), "[B, T, HV"
+    if channels:
+        shape, letters = (*shape, size), f"{letters}, {channels}"
+    check_tensor(op, name, tensor, len(shape))
+    check_dtype(op, name, tensor, DTYPES)
+    check_same_device(op, name, tensor, v.device)
+    check_shape(op, name, tensor, shape, f"{letters}]")
 
 
 def checked_number(op: str, argument: str, value: object) -> float:
@@ -65,15 +82,102 @@ def checked_number(op: str, argument: str, value: object) -> float:
     return float(value)
 
 
+def widest_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+
+
+def sum_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """What sums, states, decays and strengths are in."""
+    return torch.promote_types(widest_dtype(q, k, v), torch.float32)
+
+
+def checked_rate(op: str, A_log: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:
+    """A gate's A_log as ``[HV]``."""
+    check_tensor(op, "A_log", A_log)
+    check_dtype(op, "A_log", A_log, DTYPES)
+    check_same_device(op, "A_log", A_log, v.device)
+    if A_log.numel() != v.shape[2]:
+        raise value_error(op, "A_log", f"have HV = {v.shape[2]} elements", f"shape {tuple(A_log.shape)}")
+    return A_log.reshape(v.shape[2]).to(wide)
+
+
+def check_no_gate(op: str, **arguments: Optional[Tensor]) -> None:
+    """Parameters of a gate that is not asked for would be left out of the result without a word."""
+    for name, value in arguments.items():
+        if value is not None:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise value_error(op, name, "be None without use_gate_in_kernel", got)
+
+
+def check_chunks(op: str, chunk_size: object, sizes: Tuple[int, ...]) -> None:
+    """Upstream's size of a chunk, one of its ``sizes``."""
+    if isinstance(chunk_size, bool) or chunk_size not in sizes:
+        raise value_error(op, "chunk_size", f"be one of {', '.join(map(str, sizes))}", repr(chunk_size))
+
+
+def check_chunk_indices(op: str, chunk_indices: Optional[Tensor], cu_seqlens: Optional[Boundaries]) -> None:
+    if chunk_indices is None:
+        return
+    check_tensor(op, "chunk_indices", chunk_indices, 2)
+    check_dtype(op, "chunk_indices", chunk_indices, (torch.int32, torch.int64))
+    if chunk_indices.shape[1] != 2:
+        raise value_error(op, "chunk_indices", "have shape [chunks, 2]", tuple(chunk_indices.shape))
+    if cu_seqlens is None:
+        raise value_error(op, "chunk_indices", "come with cu_seqlens, whose chunks they count", "them alone")
+
+
+def refuse_context_parallel(op: str, cp_context: Any) -> None:
+    if cp_context is not None:
+        raise NotImplementedError(
+            f"{op}: cp_context must be None, got {type(cp_context).__name__}: a sequence that is split over several "
+            "devices is not served yet; leave each sequence on one device"
+        )
+
+
+def states_lie_v_first(op: str, state_v_first: bool, transpose_state_layout: Optional[bool]) -> bool:
+    """Whether states are ``[V, K]``, by the argument of today or by its old name."""
+    if transpose_state_layout is None:
+        return bool(state_v_first)
+    if state_v_first:
+        raise value_error(op, "transpose_state_layout", "be left out beside state_v_first, its new name", "both")
+    warnings.warn(f"{op}: transpose_state_layout is now called state_v_first", DeprecationWarning, stacklevel=3)
+    return bool(transpose_state_layout)
+
+
+def _check_host_offsets(op: str, host: Optional[Tensor], given: Optional[Boundaries], packing: Packing) -> None:
+    """``cu_seqlens_cpu`` is a copy of ``cu_seqlens``, as far as that may be looked at."""
+    if host is None:
+        return
+    check_tensor(op, "cu_seqlens_cpu", host)
+    if host.device.type == "cuda":
+        raise value_error(op, "cu_seqlens_cpu", "be on a CPU", host.device)
+    if given is None:
+        raise value_error(op, "cu_seqlens_cpu", "come with cu_seqlens, whose copy it is", "it alone")
+    host = check_cu_seqlens(op, host, packing.tokens, host.device, "cu_seqlens_cpu")
+    if host.shape != packing.cu_seqlens.shape:
+        raise value_error(op, "cu_seqlens_cpu", f"have {packing.num_sequences + 1} offsets like cu_seqlens", len(host))
+    if reads_values(host) and reads_values(packing.cu_seqlens) and not torch.equal(host, packing.cu_seqlens.cpu()):
+        raise value_error(op, "cu_seqlens_cpu", f"equal cu_seqlens, {packing.cu_seqlens.tolist()}", host.tolist())
+
+
 def _checked_states(
-    op: str, initial_state: Tensor, packing: Packing, shape: Tuple[int, int, int], device: torch.device
+    op: str, options: Options, packing: Packing, shape: Tuple[int, int, int], device: torch.device
 ) -> Tensor:
-    """The caller's states ``[N', HV, K, V]`` as the kernels take them; ``shape`` is ``(HV, K, V)``."""
-    check_tensor(op, "initial_state", initial_state, 4)
-    check_dtype(op, "initial_state", initial_state, DTYPES)
-    check_same_device(op, "initial_state", initial_state, device)
-    check_shape(op, "initial_state", initial_state, (packing.num_states, *shape), "[N, HV, K, V]")
-    return packing.spread_states(initial_state)
+    """The caller's states as ``[N, HV, K, V]``; ``shape`` is ``(HV, K, V)``."""
+    state, (value_heads, key_dim, value_dim) = options.initial_state, shape
+    check_tensor(op, "initial_state", state, 4)
+    check_dtype(op, "initial_state", state, DTYPES)
+    check_same_device(op, "initial_state", state, device)
+    if options.state_v_first:
+        expected = (packing.num_states, value_heads, value_dim, key_dim)
+        check_shape(op, "initial_state", state, expected, "[N, HV, V, K]")
+        state = state.transpose(-1, -2)
+    else:
+        check_shape(op, "initial_state", state, (packing.num_states, *shape), "[N, HV, K, V]")
+    return packing.spread_states(state)
+
+
+# ---- the call -------------------------------------------------------------------------------------------------------
 
 
 def run_packed(
@@ -85,39 +189,61 @@ def run_packed(
     g: Tensor,
     beta: Tensor,
     gate: tuple,
-    scale: Optional[float],
-    initial_state: Optional[Tensor],
-    output_final_state: bool,
-    l2norm: bool,
-    cu_seqlens: Optional[Boundaries],
-    seq_idx: Optional[Tensor],
-    position_ids: Optional[Tensor],
+    options: Options,
+    decay: Optional[Callable[[Tensor], Tensor]] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """What the public function ``op`` returns, by ``kernel``, from tokens that :func:`check_tokens` has passed.
+    """What the public function ``op`` returns, by ``kernel``, from tokens that have been checked.
 
-    ``gate`` holds the arguments that the op takes behind beta.
+    ``gate`` holds the arguments that the op takes behind beta; ``decay`` makes the log-decay of ``g`` where the op does
+    not.
     """
     batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    packing = resolve_packing(op, batch, length, q.device, cu_seqlens, seq_idx, position_ids)
-    scale = key_dim**-0.5 if scale is None else checked_number(op, "scale", scale)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    if initial_state is not None:
+    packing = resolve_packing(op, batch, length, q.device, options.cu_seqlens, options.seq_idx, options.position_ids)
+    _check_host_offsets(op, options.cu_seqlens_cpu, options.cu_seqlens, packing)
+    scale = key_dim**-0.5 if options.scale is None else checked_number(op, "scale", options.scale)
+    out_dtype, dtype, wide = q.dtype, widest_dtype(q, k, v), sum_dtype(q, k, v)
+    initial_state = None
+    if options.initial_state is not None:
         shape = (value_heads, key_dim, value_dim)
-        initial_state = _checked_states(op, initial_state, packing, shape, q.device).to(wide)
+        initial_state = _checked_states(op, options, packing, shape, q.device).to(wide)
+    g, beta = _finished(op, packing, g.to(wide), beta.to(wide), decay, options)
     q, k, v, g, beta = (packing.mask_padding(tensor, time_dim=1) for tensor in (q, k, v, g, beta))
     o, final_state = kernel(
-        q.reshape(packing.tokens, key_heads, key_dim),
-        k.reshape(packing.tokens, key_heads, key_dim),
-        v.reshape(packing.tokens, value_heads, value_dim),
-        g.reshape(packing.tokens, *g.shape[2:]).to(wide),
-        beta.reshape(packing.tokens, value_heads).to(wide),
+        q.to(dtype).reshape(packing.tokens, key_heads, key_dim),
+        k.to(dtype).reshape(packing.tokens, key_heads, key_dim),
+        v.to(dtype).reshape(packing.tokens, value_heads, value_dim),
+        g.reshape(packing.tokens, *g.shape[2:]),
+        beta.reshape(packing.tokens, value_heads),
         *gate,
         packing.cu_seqlens,
         initial_state,
         scale,
-        bool(l2norm),
-        bool(output_final_state),
+        bool(options.l2norm),
+        bool(options.output_final_state),
     )
-    o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1)
-    return o, packing.gather_states(final_state) if output_final_state else None
+    o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1).to(out_dtype)
+    if not options.output_final_state:
+        return o, None
+    final_state = packing.gather_states(final_state)
+    return o, final_state.transpose(-1, -2).contiguous() if options.state_v_first else final_state
+
+
+def _finished(
+    op: str,
+    packing: Packing,
+    g: Tensor,
+    beta: Tensor,
+    decay: Optional[Callable[[Tensor], Tensor]],
+    options: Options,
+) -> Tuple[Tensor, Tensor]:
+    """Log-decays and strengths from what the model projects."""
+    if options.allow_neg_eigval and not options.beta_sigmoid:
+        raise value_error(op, "allow_neg_eigval", "come with use_beta_sigmoid_in_kernel, whose result it doubles", True)
+    # The kernels do not read what is padding; here NaN there would reach the gradients of a gate's parameters.
+    if decay is not None:
+        g = decay(packing.mask_all_padding(g, time_dim=1))
+    if options.beta_sigmoid:
+        beta = sigmoid(packing.mask_all_padding(beta, time_dim=1))
+        beta = 2 * beta if options.allow_neg_eigval else beta
+    return g, beta

@@ -1,6 +1,7 @@
 #include "cpu/causal_conv1d/causal_conv1d.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "cpu/parallel.h"
@@ -137,8 +138,14 @@ void causal_conv1d_update_cpu(const ConvUpdateArgs& args, Tier tier) {
   constexpr int64_t kStepChannels = 16 * kConvChannels;
   const int64_t columns = (args.channels + kStepChannels - 1) / kStepChannels;
   ParallelForEach(args.batch * columns, [&](int64_t item) {
-    const int64_t channel = item % columns * kStepChannels;
-    kernels.update(args, item / columns, channel, std::min(kStepChannels, args.channels - channel));
+    const int64_t batch = item / columns, channel = item % columns * kStepChannels;
+    const int64_t channels = std::min(kStepChannels, args.channels - channel);
+    if (args.state_rows != nullptr && args.state_rows[batch] < 0) {
+      const int64_t bytes = args.tokens * ElementBytes(args.dtype);
+      std::memset(static_cast<char*>(args.y) + (batch * args.channels + channel) * bytes, 0, channels * bytes);
+      return;
+    }
+    kernels.update(args, batch, channel, channels);
   });
 }
 

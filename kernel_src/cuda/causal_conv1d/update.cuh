@@ -13,7 +13,9 @@ static __global__ void __launch_bounds__(kElementThreads) ConvUpdateKernel(ConvU
     const int64_t x = batch * args.x_strides.row + channel * args.x_strides.channel, y = element * args.tokens;
     const int64_t row = args.state_rows == nullptr ? batch : args.state_rows[batch];
     if (row < 0 || row >= rows) {
-      for (int64_t t = 0; t < args.tokens; ++t) StoreAs(args.y, args.dtype, y + t, nanf(""));
+      // A padding slot, or a row that is not there.
+      const float value = row < 0 ? 0.0f : nanf("");
+      for (int64_t t = 0; t < args.tokens; ++t) StoreAs(args.y, args.dtype, y + t, value);
       continue;
     }
     const int64_t state = row * args.state_strides.row + channel * args.state_strides.channel;

@@ -12,10 +12,14 @@ const char* selective_state_update_cuda(const SelectiveStateUpdate& args, Dtype 
   const int64_t blocks = BlocksFor((rows + 3) / 4, 16);
   WithElement(dtype, [&](auto element) {
     using Elem = decltype(element);
-    if (args.wide_state) {
-      launcher.Run(&StateUpdateKernel<Elem, float>, blocks, kUpdateThreads, args);
+    if (args.wide_state && args.wide_coefficients) {
+      launcher.Run(&StateUpdateKernel<Elem, float, float>, blocks, kUpdateThreads, args);
+    } else if (args.wide_state) {
+      launcher.Run(&StateUpdateKernel<Elem, float, Elem>, blocks, kUpdateThreads, args);
+    } else if (args.wide_coefficients) {
+      launcher.Run(&StateUpdateKernel<Elem, Elem, float>, blocks, kUpdateThreads, args);
     } else {
-      launcher.Run(&StateUpdateKernel<Elem, Elem>, blocks, kUpdateThreads, args);
+      launcher.Run(&StateUpdateKernel<Elem, Elem, Elem>, blocks, kUpdateThreads, args);
     }
   });
   return launcher.error();

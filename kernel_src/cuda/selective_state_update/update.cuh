@@ -12,7 +12,7 @@ namespace packfree {
 
 constexpr int kUpdateThreads = 128;
 
-template <class Elem, class State>
+template <class Elem, class State, class Coefficient>
 __global__ void __launch_bounds__(kUpdateThreads) StateUpdateKernel(SelectiveStateUpdate args) {
   constexpr int kWarps = kUpdateThreads / 32;
   const int lane = threadIdx.x % 32;
@@ -20,10 +20,16 @@ __global__ void __launch_bounds__(kUpdateThreads) StateUpdateKernel(SelectiveSta
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
     const int64_t p = row % P, head = row / P % args.heads, batch = row / P / args.heads;
     const int64_t group = (batch * args.groups + head / (args.heads / args.groups)) * S;
-    State* state = static_cast<State*>(args.state) + batch * args.state_batch + head * args.state_head +
+    // Nothing looks at these numbers before: a padding slot gives 0, one past the end NaN, and neither touches a state.
+    const int64_t owner = args.state_of == nullptr ? batch : args.state_of[batch];
+    if (owner < 0 || owner >= args.num_states) {
+      if (lane == 0) static_cast<Elem*>(args.y)[row] = FromFloat<Elem>(owner < 0 ? 0.0f : nanf(""));
+      continue;
+    }
+    State* state = static_cast<State*>(args.state) + owner * args.state_batch + head * args.state_head +
                    p * args.state_row;
-    const Elem* b = static_cast<const Elem*>(args.b) + group;
-    const Elem* c = static_cast<const Elem*>(args.c) + group;
+    const Coefficient* b = static_cast<const Coefficient*>(args.b) + group;
+    const Coefficient* c = static_cast<const Coefficient*>(args.c) + group;
     const float* a = static_cast<const float*>(args.a) + head * args.a_head + p * args.a_row;
     float step = static_cast<const float*>(args.dt)[batch * args.dt_batch + head * args.dt_head + p * args.dt_row];
     if (args.dt_bias != nullptr) step += static_cast<const float*>(args.dt_bias)[head * P + p];

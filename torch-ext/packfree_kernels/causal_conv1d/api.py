@@ -118,7 +118,7 @@ def causal_conv1d_update(
         cache_seqlens: ``[B]`` integers or None. If given, ``conv_state`` is a circular buffer in which token number p
             of a sequence lies at place ``p % L``, and this is the number of tokens seen before ``x``.
         conv_state_indices: ``[B]`` integers or None: the row of ``conv_state`` that belongs to each row of ``x``; all
-            different.
+            different, but for negative ones: padding slots, whose output is 0 and which touch no state.
 
     Returns:
         ``[B, D]`` or ``[B, D, T]`` as ``x``.
@@ -127,7 +127,7 @@ def causal_conv1d_update(
         TypeError, ValueError: an argument of wrong type, dtype, device or shape.
         NotImplementedError: in the backward pass; call :func:`causal_conv1d_fn` to train. At once where ``conv_state``
             requires gradients.
-        RuntimeError: state rows out of range or named twice. On a GPU nobody looks: a row out of range gives NaN.
+        RuntimeError: state rows past the end or named twice. On a GPU nobody looks: a row past the end gives NaN.
 
     Source: causal-conv1d, ``causal_conv1d_update``.
     """

@@ -1,7 +1,7 @@
 """Public attention functions, under flash-attn's names, argument order and layouts."""
 
 import numbers
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -16,6 +16,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST_HEAD_DIM = 512
 
 Attended = Union[Tensor, Tuple[Tensor, Tensor, None]]
+Window = Union[Tensor, Sequence[int]]
+
+# Arguments of flash-attn that are refused, and what to do instead.
+_INSTEAD = {
+    "alibi_slopes": "biases by distance are not computed; keep such a model on eager attention",
+    "block_table": "keys and values in pages are read by flash_attn_with_kvcache",
+    "cache_leftpad": "leave out the padding and tell cache_seqlens",
+    "rotary_cos": "rotate q and k before the call",
+    "rotary_sin": "rotate q and k before the call",
+}
 
 
 def flash_attn_varlen_func(
@@ -29,7 +39,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: Optional[float] = None,
     causal: bool = False,
-    window_size: Tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     deterministic: bool = False,
@@ -62,13 +72,13 @@ def flash_attn_varlen_func(
             sequence; so it repeats under ``torch.manual_seed`` and in a checkpoint's recompute, depends on the
             sequence's index, and is another in each replay of a CUDA graph.
         softmax_scale: default ``K ** -0.5``.
-        window_size: ``(left, right)``.
+        window_size: ``(left, right)``, as a tuple, a list or an integer tensor of two on the CPU.
         softcap: 0 is off.
         deterministic: on a GPU, every bit repeats and a sequence's results are the same packed or alone, gradients
             included; PyTorch's kernels, which serve some calls there (see Devices), promise less. Without effect on a
             CPU, where that always holds.
         return_attn_probs: also return the log-sum-exp of each row.
-        alibi_slopes, block_table: not supported.
+        alibi_slopes, block_table: refused. Pages are for :func:`flash_attn_with_kvcache`.
         s_aux: ``[H]`` or None, one learnable logit a head; any float dtype.
         visible_keys: ``[Tq, 2]`` int32 or int64, or None: the first and the last key that each query sees, counted from
             its sequence's first key, in place of ``causal`` and ``window_size``. Any range may stand beside any other:
@@ -119,7 +129,7 @@ def flash_attn_varlen_func(
     _check_longest(op, "max_seqlen_q", max_seqlen_q, offsets_q)
     _check_longest(op, "max_seqlen_k", max_seqlen_k, offsets_k)
     if visible_keys is not None:
-        visible_keys = check_visible_keys(op, visible_keys, q, causal, window_size, "[Tq, 2]")
+        visible_keys = check_visible_keys(op, visible_keys, q, causal, _checked_window(op, window_size), "[Tq, 2]")
         check_ranges_are_inside(op, visible_keys, offsets_q, offsets_k)
     out, lse = _attend(
         op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic,
@@ -135,7 +145,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: Optional[float] = None,
     causal: bool = False,
-    window_size: Tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Optional[Tensor] = None,
     deterministic: bool = False,
@@ -157,7 +167,7 @@ def flash_attn_func(
     rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     offsets_q, offsets_k = rows * query_length, rows * k.shape[1]
     if visible_keys is not None:
-        visible_keys = check_visible_keys(op, visible_keys, q, causal, window_size, "[B, Tq, 2]")
+        visible_keys = check_visible_keys(op, visible_keys, q, causal, _checked_window(op, window_size), "[B, Tq, 2]")
         check_ranges_are_inside(op, visible_keys, offsets_q, offsets_k)
     out, lse = _attend(
         op, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), offsets_q, offsets_k, dropout_p, softmax_scale, causal,
@@ -172,7 +182,20 @@ def flash_attn_func(
 def _refuse(op: str, **arguments: Optional[Any]) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(f"{op}: {name} is not supported, got {type(value).__name__}")
+            raise NotImplementedError(f"{op}: {name} is not supported, got {type(value).__name__}: {_INSTEAD[name]}")
+
+
+def _checked_window(op: str, window_size: Window) -> Tuple[int, int]:
+    if isinstance(window_size, Tensor):
+        check_dtype(op, "window_size", window_size, (torch.int32, torch.int64))
+        if window_size.device.type != "cpu":
+            must = "be two numbers, or a tensor on the CPU (a look at another would wait for the GPU)"
+            raise value_error(op, "window_size", must, f"a tensor on {window_size.device}")
+        window_size = window_size.tolist()
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise value_error(op, "window_size", "be (left, right)", window_size)
+    left, right = window_size
+    return left, right
 
 
 def _check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
@@ -222,7 +245,7 @@ def _attend(
     dropout_p: float,
     softmax_scale: Optional[float],
     causal: bool,
-    window_size: Tuple[int, int],
+    window_size: Window,
     softcap: float,
     s_aux: Optional[Tensor],
     deterministic: bool = False,
@@ -233,15 +256,13 @@ def _attend(
         raise value_error(op, "dropout_p", "lie in [0, 1)", dropout_p)
     if softcap is None or softcap < 0:
         raise value_error(op, "softcap", "be 0 (off) or positive", softcap)
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise value_error(op, "window_size", "be (left, right)", window_size)
+    left, right = _checked_window(op, window_size)
     if s_aux is not None:
         check_tensor(op, "s_aux", s_aux, 1)
         check_dtype(op, "s_aux", s_aux, _DTYPES)
         check_same_device(op, "s_aux", s_aux, q.device)
         check_shape(op, "s_aux", s_aux, (q.shape[1],), "[H]")
         s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
-    left, right = window_size
     seed = None
     if dropout_p > 0:
         seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)

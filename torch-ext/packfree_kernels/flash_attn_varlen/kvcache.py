@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._autograd import refuse_backward, refuse_graph_of_updated, refuse_tangents
 from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, type_error, value_error
-from .api import _DTYPES, _attend, _check_heads, _refuse
+from .api import _DTYPES, Window, _attend, _check_heads, _refuse
 
 Lengths = Union[int, Tensor]
 
@@ -26,7 +26,7 @@ def flash_attn_with_kvcache(
     block_table: Optional[Tensor] = None,
     softmax_scale: Optional[float] = None,
     causal: bool = False,
-    window_size: Tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Optional[Tensor] = None,

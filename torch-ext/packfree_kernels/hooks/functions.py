@@ -153,8 +153,12 @@ def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
     return causal_conv1d_fn
 
 
-_DELTA_RULE = ("g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-_KDA_GATE = ("use_gate_in_kernel", "A_log", "dt_bias", "safe_gate", "lower_bound")
+_DELTA_RULE = (
+    "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "transpose_state_layout",
+    "cp_context",
+)  # fmt: skip
+_KDA_GATE = ("safe_gate", "lower_bound")
 
 
 def _delta_rule(*known: str) -> Callable[..., Callable]:

@@ -1,15 +1,29 @@
 """Kimi delta attention (KDA) on packed sequences."""
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
-import torch
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_tensor, value_error
-from .._delta_rule import DTYPES, check_tokens, checked_number, run_packed
+from .._checks import check_dtype, check_same_device, check_tensor, type_error, value_error
+from .._delta_rule import (
+    DTYPES,
+    Options,
+    check_by_token,
+    check_chunks,
+    check_heads,
+    check_no_gate,
+    checked_number,
+    checked_rate,
+    refuse_context_parallel,
+    run_packed,
+    states_lie_v_first,
+    sum_dtype,
+)
 from .._ops import ops
 from ..packing import Boundaries
 from . import autograd  # noqa: F401  registers fakes and gradients
+
+Gate = Tuple[Optional[Tensor], Optional[Tensor], Optional[float]]
 
 
 def chunk_kda(
@@ -23,12 +37,23 @@ def chunk_kda(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: Optional[float] = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
     cu_seqlens: Optional[Boundaries] = None,
+    cu_seqlens_cpu: Optional[Tensor] = None,
+    cp_context: Optional[Any] = None,
+    use_graph: bool = False,
+    max_num_seqs: Optional[int] = None,
     *,
     A_log: Optional[Tensor] = None,
     dt_bias: Optional[Tensor] = None,
-    safe_gate: bool = False,
-    lower_bound: Optional[float] = None,
+    chunk_size: int = 64,
+    transpose_state_layout: Optional[bool] = None,
     seq_idx: Optional[Tensor] = None,
     position_ids: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
@@ -44,24 +69,31 @@ def chunk_kda(
 
     Args:
         q, k: ``[B, T, H, K]``, fp32, bf16 or fp16 (fp64 runs too, in plain scalar code).
-        v: ``[B, T, HV, V]``, q's dtype. HV is a multiple of H.
+        v: ``[B, T, HV, V]``. HV is a multiple of H.
         g: log-decay ``[B, T, HV, K]``, any floating dtype, computed with in fp32. Normally <= 0; positive values grow
             the state and are taken as they are. With ``use_gate_in_kernel`` it is what the gate makes the log-decay of.
         beta: ``[B, T, HV]``, any floating dtype.
         initial_state: ``[N, HV, K, V]``, any floating dtype.
-        scale, output_final_state, use_qk_l2norm_in_kernel: as in :func:`chunk_gated_delta_rule`, which says more of the
-            arguments above too.
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+            transpose_state_layout: as in :func:`chunk_gated_delta_rule`, which says more of the arguments above too.
         use_gate_in_kernel: compute the log-decay here, from ``x = g + dt_bias``: ``-exp(A_log) softplus(x)``, or
             ``lower_bound sigmoid(exp(A_log) x)`` if ``lower_bound`` is given. Both are finite for any ``A_log``, as are
             their gradients: ``exp(A_log)`` beyond e^70 counts only where a decay still depends on it.
         A_log: ``[HV]`` or any shape of HV elements, any floating dtype. Only with ``use_gate_in_kernel``, which
-            needs it.
+            needs it; with ``lower_bound`` None stands for 0.
         dt_bias: ``[HV * K]`` or ``[HV, K]``, any floating dtype; 0 if None. Only with ``use_gate_in_kernel``.
         safe_gate: upstream's promise that no log-decay lies below -5, which its fast path needs. Every decay is safe
             here, so it changes nothing; together with ``use_gate_in_kernel`` it asks for ``lower_bound``, as there.
-        lower_bound: what the log-decay of the bounded gate never falls below, negative. Only with
-            ``use_gate_in_kernel``.
-        cu_seqlens, seq_idx, position_ids: boundaries, as in :func:`chunk_gated_delta_rule`.
+        lower_bound: what the log-decay of the bounded gate never falls below, negative. Without ``use_gate_in_kernel``
+            it says the same of ``g`` and changes nothing.
+        disable_recompute: upstream keeps more for the backward pass. Here it always recomputes; changes nothing.
+        return_intermediate_states: False; the states before each chunk are not kept.
+        cu_seqlens, cu_seqlens_cpu, seq_idx, position_ids: boundaries, as in :func:`chunk_gated_delta_rule`.
+        cp_context: None; a sequence split over several devices is not served yet.
+        use_graph: upstream makes launches that fit every content of ``cu_seqlens``, so that a graph captured from them
+            can be replayed. Launches depend on shapes alone here in any case; changes nothing.
+        max_num_seqs: with ``use_graph`` the number of sequences in ``cu_seqlens``, empty ones included, or None.
+        chunk_size: 32 or 64, as upstream. The kernel cuts by its own size, so this changes nothing.
 
     Returns:
         ``o`` ``[B, T, HV, V]`` in q's dtype, exactly 0 at padding tokens, and the final states ``[N, HV, K, V]`` in
@@ -79,24 +111,38 @@ def chunk_kda(
         TypeError: an argument that is no tensor, or of a dtype not named above.
         ValueError: shapes that do not fit, a head dim above 256, HV no multiple of H, a state of another shape or
             number, a gate argument without ``use_gate_in_kernel`` or one that is missing with it, a tensor on another
-            device, or malformed boundaries.
-        NotImplementedError: a second derivative, or one in forward mode.
+            device, or malformed or contradictory boundaries.
+        NotImplementedError: ``return_intermediate_states``, ``cp_context``, a second derivative, or one in forward
+            mode.
 
     Example:
         >>> # two samples of 5 and 8 tokens in one row
         >>> o, state = chunk_kda(q, k, v, g, beta, cu_seqlens=[0, 5, 13], output_final_state=True)
         >>> state.shape  # [2, HV, K, V]
 
-    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025); argument names and order
-    of flash-linear-attention's function of this name. Derivation of both passes: README.md in this folder.
+    Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025); names, order
+    and meaning of the arguments: flash-linear-attention's function of this name. Derivation of both passes: README.md
+    in this folder.
     """
     op = "chunk_kda"
-    check_tokens(op, q, k, v, g, beta, decay_per_channel=True)
-    gate = _checked_gate(op, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, q, g)
-    return run_packed(
-        op, ops.kda_fwd, q, k, v, g, beta, gate, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, seq_idx, position_ids,
+    refuse_context_parallel(op, cp_context)
+    if return_intermediate_states:
+        raise NotImplementedError(
+            f"{op}: return_intermediate_states must be False, got {return_intermediate_states!r}: the states before "
+            "each chunk are not kept; output_final_state gives those after each sequence"
+        )
+    check_chunks(op, chunk_size, (32, 64))
+    _check_graph(op, use_graph, max_num_seqs, cu_seqlens)
+    check_heads(op, q, k, v)
+    check_by_token(op, "g", g, v, "K", q.shape[3])
+    check_by_token(op, "beta", beta, v)
+    gate = _checked_gate(op, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, q, k, v)
+    options = Options(
+        scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        states_lie_v_first(op, state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu, seq_idx,
+        position_ids,
     )  # fmt: skip
+    return run_packed(op, ops.kda_fwd, q, k, v, g, beta, gate, options)
 
 
 def fused_recurrent_kda(
@@ -105,17 +151,21 @@ def fused_recurrent_kda(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
     scale: Optional[float] = None,
     initial_state: Optional[Tensor] = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: Optional[float] = None,
+    state_v_first: bool = False,
     cu_seqlens: Optional[Boundaries] = None,
     *,
-    A_log: Optional[Tensor] = None,
-    dt_bias: Optional[Tensor] = None,
     safe_gate: bool = False,
-    lower_bound: Optional[float] = None,
+    transpose_state_layout: Optional[bool] = None,
     seq_idx: Optional[Tensor] = None,
     position_ids: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
@@ -127,12 +177,24 @@ def fused_recurrent_kda(
         NotImplementedError: in the backward pass; call :func:`chunk_kda` to train.
     """
     op = "fused_recurrent_kda"
-    check_tokens(op, q, k, v, g, beta, decay_per_channel=True)
-    gate = _checked_gate(op, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, q, g)
-    return run_packed(
-        op, ops.kda_recurrent_fwd, q, k, v, g, beta, gate, scale, initial_state, output_final_state,
-        use_qk_l2norm_in_kernel, cu_seqlens, seq_idx, position_ids,
+    check_heads(op, q, k, v)
+    check_by_token(op, "g", g, v, "K", q.shape[3])
+    check_by_token(op, "beta", beta, v)
+    gate = _checked_gate(op, use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, q, k, v)
+    options = Options(
+        scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        states_lie_v_first(op, state_v_first, transpose_state_layout), cu_seqlens, None, seq_idx, position_ids,
     )  # fmt: skip
+    return run_packed(op, ops.kda_recurrent_fwd, q, k, v, g, beta, gate, options)
+
+
+def _check_graph(op: str, use_graph: bool, max_num_seqs: Optional[int], cu_seqlens: Optional[Boundaries]) -> None:
+    if max_num_seqs is None:
+        return
+    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int):
+        raise type_error(op, "max_num_seqs", "be an int or None", repr(max_num_seqs))
+    if use_graph and cu_seqlens is not None and len(cu_seqlens) - 1 != max_num_seqs:
+        raise value_error(op, "max_num_seqs", f"be the {len(cu_seqlens) - 1} sequences of cu_seqlens", max_num_seqs)
 
 
 def _checked_gate(
@@ -143,22 +205,21 @@ def _checked_gate(
     safe_gate: bool,
     lower_bound: Optional[float],
     q: Tensor,
-    g: Tensor,
-) -> Tuple[Optional[Tensor], Optional[Tensor], Optional[float]]:
+    k: Tensor,
+    v: Tensor,
+) -> Gate:
     """The gate's parameters as the kernels take them: A_log ``[HV]``, dt_bias ``[HV, K]``, in fp32 or fp64."""
+    if lower_bound is not None:
+        lower_bound = checked_number(op, "lower_bound", lower_bound)
+        if lower_bound >= 0:
+            raise value_error(op, "lower_bound", "be negative", lower_bound)
     if not use_gate:
-        for name, value in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
-            if value is not None:
-                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise value_error(op, name, "be None without use_gate_in_kernel", got)
+        check_no_gate(op, A_log=A_log, dt_bias=dt_bias)
         return None, None, None
-    value_heads, key_dim = g.shape[2:]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    check_tensor(op, "A_log", A_log)
-    check_dtype(op, "A_log", A_log, DTYPES)
-    check_same_device(op, "A_log", A_log, q.device)
-    if A_log.numel() != value_heads:
-        raise value_error(op, "A_log", f"have HV = {value_heads} elements", f"shape {tuple(A_log.shape)}")
+    if safe_gate and lower_bound is None:
+        raise value_error(op, "lower_bound", "be given with safe_gate and use_gate_in_kernel", None)
+    value_heads, key_dim = v.shape[2], q.shape[3]
+    wide = sum_dtype(q, k, v)
     if dt_bias is not None:
         check_tensor(op, "dt_bias", dt_bias)
         check_dtype(op, "dt_bias", dt_bias, DTYPES)
@@ -167,10 +228,8 @@ def _checked_gate(
             expected = f"have shape [HV * K] or [HV, K] with HV, K = {(value_heads, key_dim)}"
             raise value_error(op, "dt_bias", expected, tuple(dt_bias.shape))
         dt_bias = dt_bias.reshape(value_heads, key_dim).to(wide)
-    if lower_bound is not None:
-        lower_bound = checked_number(op, "lower_bound", lower_bound)
-        if lower_bound >= 0:
-            raise value_error(op, "lower_bound", "be negative", lower_bound)
-    elif safe_gate:
-        raise value_error(op, "lower_bound", "be given with safe_gate and use_gate_in_kernel", None)
-    return A_log.reshape(value_heads).to(wide), dt_bias, lower_bound
+    if A_log is not None:
+        return checked_rate(op, A_log, v, wide), dt_bias, lower_bound
+    if lower_bound is None:
+        raise value_error(op, "A_log", "be given with use_gate_in_kernel, unless lower_bound is", None)
+    return v.new_zeros(value_heads, dtype=wide), dt_bias, lower_bound

@@ -41,6 +41,7 @@ def mamba_chunk_scan_combined(
     dt_limit: Tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     return_varlen_states: bool = False,
+    state_dtype: Optional[torch.dtype] = None,
     *,
     position_ids: Optional[Tensor] = None,
 ) -> Result:
@@ -68,6 +69,9 @@ def mamba_chunk_scan_combined(
         dt_limit: smallest and largest step. The gradient of a step outside is 0.
         return_final_states: also return the states after each sequence's last token.
         return_varlen_states: the same states once more, as mamba-ssm returns those of packed sequences.
+        state_dtype: a floating dtype or None: what the states between chunks are at least kept in. On a CPU they are
+            never rounded, so it changes nothing; on a GPU they are kept in x's dtype, and with a wider one all is
+            computed in fp32. Returned states are fp32 in any case.
         position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used if neither of the other two is
             given. Without any boundaries each row is one sequence. Under ``torch.compile`` boundaries made from labels
             or positions stand for ``B * T`` sequences, most of them empty; states then need ``cu_seqlens``.
@@ -85,7 +89,7 @@ def mamba_chunk_scan_combined(
     Devices: CPU; a GPU through Triton, but for fp64.
 
     Raises:
-        TypeError: an argument that is no tensor, or of a dtype not named above.
+        TypeError: an argument that is no tensor, or of a dtype not named above (complex ones among them).
         ValueError: shapes that do not fit, a chunk_size below 1, a dt_limit that is no range, a tensor on another
             device, or malformed boundaries.
         NotImplementedError: a second derivative, or one in forward mode.
@@ -106,6 +110,11 @@ def mamba_chunk_scan_combined(
     batch, length, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
     check_chunk_size(op, chunk_size)
+    check_state_dtype(op, state_dtype)
+    out_dtype, dtype = x.dtype, dtype_of_states(x.dtype, state_dtype, x.device)
+    if dtype != out_dtype:
+        x, B, C = x.to(dtype), B.to(dtype), C.to(dtype)
+        z = None if z is None else z.to(dtype)
     dt_min, dt_max = _checked_limit(op, dt_limit)
     packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -141,7 +150,7 @@ def mamba_chunk_scan_combined(
         dt_max,
         bool(want_states),
     )
-    y = packing.mask_padding(y.reshape(batch, length, heads, head_dim), time_dim=1)
+    y = packing.mask_padding(y.reshape(batch, length, heads, head_dim), time_dim=1).to(out_dtype)
     if not want_states:
         return y
     states = packing.gather_states(states)
@@ -159,6 +168,7 @@ def selective_state_update(
     z: Optional[Tensor] = None,
     dt_bias: Optional[Tensor] = None,
     dt_softplus: bool = False,
+    state_batch_indices: Optional[Tensor] = None,
 ) -> Tensor:
     """Continue each sequence of a batch by one token, from a state that is updated in place.
 
@@ -169,14 +179,16 @@ def selective_state_update(
 
     Args:
         state: ``[B, H, P, S]`` or, without heads, ``[B, P, S]``; x's dtype or fp32. Updated in place, so it must not be
-            an expanded view.
+            an expanded view. With ``state_batch_indices`` a cache of any number of rows in place of B.
         x: ``[B, H, P]`` or ``[B, P]``, fp32, bf16 or fp16 (fp64 too).
         dt: the shape of x, any floating dtype; may be expanded from one step a head.
         A: ``[H, P, S]`` or ``[P, S]``, any floating dtype; may be expanded from one rate a head.
-        B, C: ``[B, G, S]`` or, without heads, ``[B, S]``, x's dtype.
+        B, C: ``[B, G, S]`` or, without heads, ``[B, S]``, any floating dtype.
         D, dt_bias: ``[H, P]`` or ``[P]``, any floating dtype, or None.
         z: the shape and dtype of x, or None.
         dt_softplus: whether steps pass through softplus (the identity above 20).
+        state_batch_indices: ``[B]`` integers or None: the row of ``state`` that belongs to each row of ``x``; all
+            different, but for negative ones: padding slots, whose output is 0 and which touch no state.
 
     Returns:
         ``y``, the shape and dtype of x.
@@ -187,10 +199,54 @@ def selective_state_update(
         TypeError, ValueError: an argument of wrong type, dtype, device or shape.
         NotImplementedError: in the backward pass; call :func:`mamba_chunk_scan_combined` or ``selective_scan_fn`` to
             train. At once where ``state`` requires gradients.
+        RuntimeError: rows past the end of ``state`` or named twice. On a GPU nobody looks: a row past the end gives NaN
 
     Source: mamba-ssm, ``selective_state_update``.
     """
     op = "selective_state_update"
+    _check_update(op, state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices)
+    has_heads, state_dim = x.dim() == 3, state.shape[-1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # The kernel takes B and C in x's dtype or in that of its sums.
+    coefficients = x.dtype if B.dtype == C.dtype == x.dtype else wide
+    # The kernel writes rows of the state, so its last axis must be dense; any other layout goes through a copy.
+    dense = state if state.stride(-1) == 1 or state_dim <= 1 else state.contiguous()
+
+    def with_heads(tensor: Optional[Tensor], axis: int) -> Optional[Tensor]:
+        return tensor if tensor is None or has_heads else tensor.unsqueeze(axis)
+
+    y = ops.selective_state_update(
+        with_heads(dense, 1),
+        with_heads(x, 1),
+        with_heads(dt.to(wide), 1),
+        with_heads(A.to(wide), 0),
+        with_heads(B.to(coefficients), 1),
+        with_heads(C.to(coefficients), 1),
+        None if D is None else with_heads(D.to(wide), 0),
+        with_heads(z, 1),
+        None if dt_bias is None else with_heads(dt_bias.to(wide), 0),
+        bool(dt_softplus),
+        state_batch_indices,
+    )
+    if dense is not state:
+        state.copy_(dense)
+    return y if has_heads else y.squeeze(1)
+
+
+def _check_update(
+    op: str,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    state_batch_indices: Optional[Tensor],
+) -> None:
+    """Everything about the tensors of :func:`selective_state_update`."""
     check_tensor(op, "x", x)
     if x.dim() not in (2, 3):
         raise value_error(op, "x", "have shape [B, H, P] or [B, P]", tuple(x.shape))
@@ -199,11 +255,17 @@ def selective_state_update(
     has_heads = x.dim() == 3
     letters = "[B, H, P" if has_heads else "[B, P"
     check_tensor(op, "state", state, x.dim() + 1)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    check_dtype(op, "state", state, (x.dtype, wide))
+    check_dtype(op, "state", state, (x.dtype, torch.promote_types(x.dtype, torch.float32)))
     check_same_device(op, "state", state, x.device)
-    state_dim = state.shape[-1]
-    check_shape(op, "state", state, (*x.shape, state_dim), f"{letters}, S]")
+    state_dim, rows = state.shape[-1], x.shape[0]
+    if state_batch_indices is not None:
+        check_tensor(op, "state_batch_indices", state_batch_indices, 1)
+        check_dtype(op, "state_batch_indices", state_batch_indices, (torch.int32, torch.int64))
+        check_same_device(op, "state_batch_indices", state_batch_indices, x.device)
+        check_shape(op, "state_batch_indices", state_batch_indices, (rows,), "[B]")
+        rows, letters = state.shape[0], letters.replace("B", "R")
+    check_shape(op, "state", state, (rows, *x.shape[1:], state_dim), f"{letters}, S]")
+    letters = letters.replace("R", "B")
     if any(stride == 0 and size > 1 for size, stride in zip(state.shape, state.stride())):
         raise value_error(op, "state", "have memory of its own for every element, being updated", "an expanded tensor")
     _check_parameter(op, "dt", dt, x)
@@ -212,7 +274,7 @@ def selective_state_update(
     check_shape(op, "A", A, (*x.shape[1:], state_dim), "[H, P, S]" if has_heads else "[P, S]")
     for name, tensor in (("B", B), ("C", C)):
         check_tensor(op, name, tensor, x.dim())
-        check_dtype(op, name, tensor, (x.dtype,))
+        check_dtype(op, name, tensor, _DTYPES)
         check_same_device(op, name, tensor, x.device)
         if has_heads and (tensor.shape[1] < 1 or x.shape[1] % tensor.shape[1] != 0):
             raise value_error(op, name, f"have a number of groups that divides the {x.shape[1]} heads", tensor.shape[1])
@@ -227,27 +289,6 @@ def selective_state_update(
         check_dtype(op, "z", z, (x.dtype,))
         check_same_device(op, "z", z, x.device)
         check_shape(op, "z", z, x.shape, f"{letters}]")
-    # The kernel writes rows of the state, so its last axis must be dense; any other layout goes through a copy.
-    dense = state if state.stride(-1) == 1 or state_dim <= 1 else state.contiguous()
-
-    def with_heads(tensor: Optional[Tensor], axis: int) -> Optional[Tensor]:
-        return tensor if tensor is None or has_heads else tensor.unsqueeze(axis)
-
-    y = ops.selective_state_update(
-        with_heads(dense, 1),
-        with_heads(x, 1),
-        with_heads(dt.to(wide), 1),
-        with_heads(A.to(wide), 0),
-        with_heads(B, 1),
-        with_heads(C, 1),
-        None if D is None else with_heads(D.to(wide), 0),
-        with_heads(z, 1),
-        None if dt_bias is None else with_heads(dt_bias.to(wide), 0),
-        bool(dt_softplus),
-    )
-    if dense is not state:
-        state.copy_(dense)
-    return y if has_heads else y.squeeze(1)
 
 
 def check_chunk_size(op: str, chunk_size: object) -> None:
@@ -255,6 +296,18 @@ def check_chunk_size(op: str, chunk_size: object) -> None:
         raise type_error(op, "chunk_size", "be an int", repr(chunk_size))
     if chunk_size < 1:
         raise value_error(op, "chunk_size", "be at least 1", chunk_size)
+
+
+def check_state_dtype(op: str, state_dtype: object) -> None:
+    if state_dtype is not None and state_dtype not in _DTYPES:
+        raise type_error(op, "state_dtype", "be a floating dtype of torch or None", repr(state_dtype))
+
+
+def dtype_of_states(dtype: torch.dtype, state_dtype: Optional[torch.dtype], device: torch.device) -> torch.dtype:
+    """What x, B and C have to be in, so that the kernel keeps the states between chunks in ``state_dtype`` or wider."""
+    if state_dtype is None or device.type == "cpu":
+        return dtype
+    return dtype if torch.promote_types(dtype, state_dtype) == dtype else torch.float32
 
 
 def _check_tokens(

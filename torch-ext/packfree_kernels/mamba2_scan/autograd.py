@@ -43,7 +43,7 @@ def _bwd_fake(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("selective_state_update"))
-def _update_fake(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus):
+def _update_fake(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices=None):
     return x.new_empty(x.shape)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._checks import check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
 from ..causal_conv1d import causal_conv1d_fn
 from ..packing import Boundaries, resolve_packing
-from .api import check_chunk_size, mamba_chunk_scan_combined
+from .api import check_chunk_size, check_state_dtype, mamba_chunk_scan_combined
 
 _OP = "mamba_split_conv1d_scan_combined"
 
@@ -34,6 +34,7 @@ def mamba_split_conv1d_scan_combined(
     headdim: Optional[int] = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
+    state_dtype: Optional[torch.dtype] = None,
     *,
     cu_seqlens: Optional[Boundaries] = None,
     position_ids: Optional[Tensor] = None,
@@ -71,6 +72,7 @@ def mamba_split_conv1d_scan_combined(
         headdim: P; needed where D has one entry a head.
         ngroups: G, a divisor of H.
         norm_before_gate: whether the gate multiplies the normed output or what is normed.
+        state_dtype: of the states between chunks (see :func:`mamba_chunk_scan_combined`).
 
     Returns:
         ``[B, T, E]``, or ``[B, T, M + H P]`` without a projection; with ``return_final_states`` also the states
@@ -91,6 +93,7 @@ def mamba_split_conv1d_scan_combined(
     inner = heads * head_dim
     state_dim = _checked_state_dim(conv1d_weight, inner, ngroups)
     check_chunk_size(_OP, chunk_size)
+    check_state_dtype(_OP, state_dtype)
     check_tensor(_OP, "zxbcdt", zxbcdt, 3)
     check_dtype(_OP, "zxbcdt", zxbcdt, (torch.float32, torch.bfloat16, torch.float16, torch.float64))
     batch, length, width = zxbcdt.shape
@@ -127,6 +130,7 @@ def mamba_split_conv1d_scan_combined(
         dt_softplus=True,
         dt_limit=dt_limit,
         return_final_states=return_final_states,
+        state_dtype=state_dtype,
         **boundaries,
     )
     out, states = scanned if return_final_states else (scanned, None)
