@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import BUILD, ROOT
+from tests.conftest import BUILD, ROOT, load_tool
 from tests.test_boundaries import ATTENTION, FUNCTIONS, ROW, TOKENS
 
 SETTINGS = settings(
@@ -141,7 +141,7 @@ def test_any_positions_are_boundaries(name, positions, dtype):
 
 def test_the_ops_refuse_what_they_cannot_read():
     """The ops themselves, called with random faults past the Python functions; see tools/sanitize.py for longer."""
-    library = next(BUILD.glob("*-cpu-*/*.abi3.so"))
+    library = next(BUILD.glob(f"*-cpu-{load_tool('toolkits').machine_here()}-linux/*.abi3.so"))
     command = [sys.executable, str(ROOT / "tests/fuzz/calls.py"), str(library), library.name.split(".")[0]]
     done = subprocess.run([*command, "--inputs", "300"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr

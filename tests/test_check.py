@@ -73,7 +73,7 @@ def test_a_source_that_is_not_listed(check, tmp_path, monkeypatch):
 @pytest.fixture
 def variant(check):
     """A copy of the built CPU variant under the eyes of the tool."""
-    built = next(BUILD.glob("torch-*-cpu-*"))
+    built = next(BUILD.glob(f"torch-*-cpu-{load_tool('toolkits').machine_here()}-linux"))
     copy = check.BUILD / built.name
     shutil.copytree(built, copy, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
@@ -84,6 +84,15 @@ def test_a_file_that_is_not_the_digests(check, variant):
     (variant / "packing.py").write_text("")
     (variant / "extra.txt").write_text("")
     assert [line.split()[0].split("/")[1] for line in check.digests()] == ["extra.txt", "packing.py"]
+
+
+def test_a_shared_object_for_another_machine(check, variant):
+    assert list(check.machines()) == []
+    for name, machine in (("torch-stable-abi211-cpu-riscv64-linux", "riscv64"), ("torch-cuda", None)):
+        shutil.copytree(variant, check.BUILD / name)
+        found = list(check.machines())
+        assert len(found) == (machine is not None) and all(line.endswith(f"is not for {machine}") for line in found)
+        shutil.rmtree(check.BUILD / name)
 
 
 @pytest.mark.parametrize(

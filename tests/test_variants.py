@@ -23,6 +23,10 @@ SERVED = [
     ("cu131", "2.14.0", "x86_64", "Linux", "cu130-x86_64-linux"),
     ("cu132", "2.13.0", "x86_64", "Linux", "cu132-x86_64-linux"),
     ("cu132", NEW, "x86_64", "Linux", "cu132-x86_64-linux"),
+    ("cpu", OLD, "aarch64", "Linux", "cpu-aarch64-linux"),
+    ("cpu", NEW, "aarch64", "Linux", "cpu-aarch64-linux"),
+    ("cu130", "2.13.0+cu130", "aarch64", "Linux", "cu130-aarch64-linux"),
+    ("cu132", NEW, "aarch64", "Linux", "cu132-aarch64-linux"),
 ]
 
 # The same -> part of the reason given for every variant that comes nearest.
@@ -31,29 +35,30 @@ REFUSED = [
     ("cu130", "2.9.0", "x86_64", "Linux", "(2.11) is too new for environment Torch version (2.9)"),
     ("cu124", NEW, "x86_64", "Linux", "CUDA version (12.6) is not compatible with system CUDA version (12.4)"),
     ("rocm71", "2.13.0", "x86_64", "Linux", "backend (cpu) does not match selected backend (rocm71)"),
-    ("cpu", "2.13.0", "aarch64", "Linux", "CPU (x86_64) does not match system CPU (aarch64)"),
-    ("cu130", "2.13.0", "aarch64", "Linux", "CPU (x86_64) does not match system CPU (aarch64)"),
+    ("cpu", "2.13.0", "riscv64", "Linux", "CPU (x86_64) does not match system CPU (riscv64)"),
+    ("cu130", "2.13.0", "ppc64le", "Linux", "CPU (aarch64) does not match system CPU (ppc64le)"),
     ("cpu", "2.13.0", "x86_64", "Darwin", "OS (linux) does not match system OS (darwin)"),
-    ("metal", "2.13.0", "arm64", "Darwin", "CPU (x86_64) does not match system CPU (aarch64)"),
+    ("metal", "2.13.0", "arm64", "Darwin", "OS (linux) does not match system OS (darwin)"),
     ("cpu", "2.13.0", "AMD64", "Windows", "OS (linux) does not match system OS (windows)"),
 ]
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """All variants that are published for x86_64, without the compiled part; in local/ those of `make build`."""
+    """All variants that are published, without the compiled part; in local/ those of `make build` on x86_64."""
     build, toolkits = load_tool("build"), load_tool("toolkits")
     folder = tmp_path_factory.mktemp("repository")
     config = build.load_build_toml()
     for compute in ("cpu", build.CPU_IN_CUDA, *toolkits.RELEASES):
-        variant = build.variant_of(config, compute)._replace(machine="x86_64")
-        stand_in = folder / f"{variant.ops_id}.abi3.so"
-        stand_in.write_bytes(b"")
-        archs = toolkits.architectures(compute) if compute in toolkits.RELEASES else ()
-        if compute != build.CPU_IN_CUDA:
-            build.assemble(config, variant, stand_in, folder / "build" / variant.folder, archs)
-        if compute not in toolkits.RELEASES:
-            build.assemble(config, variant, stand_in, folder / "local" / "build" / variant.folder)
+        for machine in ("x86_64", *toolkits.CROSS_COMPILERS):
+            variant = build.variant_of(config, compute, machine=machine)
+            stand_in = folder / f"{variant.ops_id}.abi3.so"
+            stand_in.write_bytes(b"")
+            archs = toolkits.architectures(compute) if compute in toolkits.RELEASES else ()
+            if compute != build.CPU_IN_CUDA:
+                build.assemble(config, variant, stand_in, folder / "build" / variant.folder, archs)
+            if compute not in toolkits.RELEASES and machine == "x86_64":
+                build.assemble(config, variant, stand_in, folder / "local" / "build" / variant.folder)
     return folder
 
 
@@ -130,7 +135,7 @@ def test_gpus_that_a_variant_declares(repository, compute, capability, served):
     from kernels._rust import Metadata
     from kernels.archs import _supports_cuda_capability
 
-    variant = next((repository / "build").glob(f"*-{compute}-*"))
+    variant = next((repository / "build").glob(f"*-{compute}-x86_64-*"))
     archs = Metadata.read_from_file(variant / "metadata.json").backend.archs
     assert _supports_cuda_capability(archs, capability) is served
 
@@ -146,3 +151,30 @@ def test_cuda_variants_compile_the_cpu_kernels_with_the_same_flags():
         for pattern in ("kernel_src/cuda/**/*.cu", "torch-ext/bindings/*_cuda.cpp")
         for path in ROOT.glob(pattern)
     }
+
+
+def test_what_another_machine_needs_is_said(monkeypatch, tmp_path, capsys):
+    """The variants of another machine are left out with a line; the emulator ends with one."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    build, emulate = load_tool("build"), load_tool("emulate")
+    assert build.other_machines() == []
+    needs = "needs aarch64-linux-gnu-g++: apt-get install g++-aarch64-linux-gnu"
+    assert capsys.readouterr().out == f"build: no variants for aarch64: {needs}\n"
+    monkeypatch.setattr("sys.argv", ["emulate.py"])
+    with pytest.raises(SystemExit, match=needs.replace("+", r"\+")):
+        emulate.main()
+    (tmp_path / "aarch64-linux-gnu-g++").symlink_to("/bin/true")
+    assert build.other_machines() == ["aarch64"]
+    with pytest.raises(SystemExit, match="needs qemu-aarch64: apt-get install qemu-user"):
+        emulate.main()
+
+
+def test_nvcc_compiles_for_another_machine_with_its_compiler(tmp_path):
+    toolkits = load_tool("toolkits")
+    own = toolkits.Toolkit("cu130", tmp_path / "nvcc", tmp_path / "libcudart.so.13", ["7.5", "9.0+PTX"])
+    codes = [f"-gencode=arch=compute_{code}" for code in ("75,code=sm_75", "90,code=sm_90", "90,code=compute_90")]
+    assert own.flags() == codes
+    other = own._replace(host_compiler="aarch64-linux-gnu-g++", include=tmp_path)
+    assert other.flags()[:2] == ["-ccbin", "aarch64-linux-gnu-g++"] and other.flags()[-3:] == codes
+    assert f"-I{tmp_path}" in other.flags()

@@ -4,7 +4,8 @@ The result has the form that kernel-builder gives it: build/torch-stable-abi211-
 package, the shared object, _ops.py and metadata.json. Rebuilding compiles only what changed.
 
     python tools/build.py                       the CPU variant, and the same kernels for CUDA builds of torch
-    python tools/build.py --all                 and every CUDA variant for which a compiler can be had
+    python tools/build.py --all                 and every variant, of aarch64 too, for which a compiler can be had
+    python tools/build.py --machine aarch64     the first two for another machine, in build/machine-aarch64/
     python tools/build.py --sanitize address    an instrumented copy, in build/sanitize-address/
 """
 
@@ -13,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -25,7 +25,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence
 import tomllib
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from toolkits import RELEASES, Toolkit, ToolkitMissing
+from toolkits import CROSS_COMPILERS, RELEASES, Toolkit, ToolkitMissing, cross_compiler, machine_here
 from toolkits import toolkit as find_toolkit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +117,7 @@ def source_files(config: Dict[str, Any]) -> List[str]:
     return sorted(set(listed) | {"build.toml", *(f"tools/{name}" for name in BUILD_FILES)})
 
 
-def variant_of(config: Dict[str, Any], compute: str = "cpu", salt: str = "") -> Variant:
+def variant_of(config: Dict[str, Any], compute: str = "cpu", salt: str = "", machine: str = "") -> Variant:
     """Names of a variant of the sources as they lie on disk."""
     digest = hashlib.sha256(salt.encode())
     for name in source_files(config):
@@ -127,8 +127,7 @@ def variant_of(config: Dict[str, Any], compute: str = "cpu", salt: str = "") -> 
     # A CUDA variant of the same sources may be loaded beside the CPU kernels alone.
     kind = "cpu_in_cuda" if compute == CPU_IN_CUDA else backend
     ops_id = f"_{module}_{kind}_{digest.hexdigest()[:7]}"
-    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-    return Variant(module, backend, compute, ops_id, config["torch"]["stable-abi"][backend], machine)
+    return Variant(module, backend, compute, ops_id, config["torch"]["stable-abi"][backend], machine or machine_here())
 
 
 def units(config: Dict[str, Any], backend: str) -> Dict[str, Unit]:
@@ -183,7 +182,7 @@ def plan(config: Dict[str, Any], variants: Sequence[Variant], toolkits: Dict[str
             toolkit = toolkits[variant.compute]
             lines.append(f'set(NVCC_{variant.compute} "{toolkit.nvcc}")')
             lines.append(f'set(CUDART_{variant.compute} "{toolkit.cudart}")')
-            lines.append(f"set(GENCODE_{variant.compute} {' '.join(toolkit.gencode())})")
+            lines.append(f"set(NVCC_FLAGS_{variant.compute} {' '.join(toolkit.flags())})")
     return "\n".join(lines) + "\n"
 
 
@@ -191,6 +190,27 @@ def write_if_changed(path: Path, text: str) -> None:
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def cross_options(work: Path, machine: str) -> List[str]:
+    """CMake's options to compile for another machine, and what they name: libraries and a header in ``work``.
+
+    The libraries are empty: linking takes nothing from torch's but their names, and torch for another machine is
+    several hundred MB. The header is the one that Debian's pyconfig.h asks for by machine; both have the same types.
+    """
+    compiler = cross_compiler(machine)
+    folder = work / "stand-ins"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("libtorch.so", "libtorch_cpu.so", "libc10.so"):
+        command = [compiler, "-shared", "-nostdlib", f"-Wl,-soname,{name}", "-x", "c++", os.devnull, "-o", name]
+        subprocess.run(command, cwd=folder, check=True)
+    for here in Path(sysconfig.get_paths()["include"]).parent.glob(f"{machine_here()}-linux-gnu/python3*/pyconfig.h"):
+        asked = work / "generated" / f"{machine}-linux-gnu" / here.parent.name / "pyconfig.h"
+        write_if_changed(asked, f'#include "{here}"\n')
+    return [
+        "-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={machine}", f"-DCMAKE_CXX_COMPILER={compiler}",
+        f"-DTORCH_LIBRARIES={folder}",
+    ]  # fmt: skip
 
 
 def compile_variants(
@@ -212,6 +232,8 @@ def compile_variants(
         f"-DTORCH_DIR={Path(torch.__file__).resolve().parent}", f"-DPYTHON_INCLUDE={sysconfig.get_paths()['include']}",
     ]  # fmt: skip
     work.mkdir(parents=True, exist_ok=True)
+    if variants[0].machine != machine_here():
+        configure += cross_options(work, variants[0].machine)
     # One build at a time in a work folder: two Ninjas at once damage each other's records and recompile everything.
     with open(work / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -261,14 +283,28 @@ def assemble(
     staging.rename(target)
 
 
-def find_toolkits() -> Dict[str, Toolkit]:
-    """The CUDA compilers that can be had here; says what is missing for the others."""
+def find_toolkits(machine: str) -> Dict[str, Toolkit]:
+    """The CUDA compilers for a machine that can be had here; says what is missing for the others."""
     found = {}
     for compute in RELEASES:
         try:
-            found[compute] = find_toolkit(compute)
+            found[compute] = find_toolkit(compute, machine)
         except ToolkitMissing as error:
-            print(f"build: no {compute} variant: {error}")
+            print(f"build: no {compute} variant for {machine}: {error}")
+    return found
+
+
+def other_machines() -> List[str]:
+    """The machines beside this one that can be built for here; says what is missing for the others."""
+    found = []
+    for machine in CROSS_COMPILERS:
+        if machine == machine_here():
+            continue
+        try:
+            cross_compiler(machine)
+            found.append(machine)
+        except ToolkitMissing as error:
+            print(f"build: no variants for {machine}: {error}")
     return found
 
 
@@ -277,20 +313,17 @@ def is_up_to_date(variant: Variant, target: Path) -> bool:
     return metadata.exists() and json.loads(metadata.read_text())["id"] == variant.ops_id
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="the CUDA variants too")
-    parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder that receives the variant folders")
-    parser.add_argument("--sanitize", default="", help="build under a sanitizer: address, undefined or thread")
-    arguments = parser.parse_args()
-
-    config = load_build_toml()
-    out = (arguments.out / f"sanitize-{arguments.sanitize}" if arguments.sanitize else arguments.out).resolve()
-    work = arguments.out.resolve() / "_work" / (f"sanitize-{arguments.sanitize}" if arguments.sanitize else "plain")
-    toolkits = find_toolkits() if arguments.all else {}
+def build_variants(
+    config: Dict[str, Any],
+    variants: Sequence[Variant],
+    out: Path,
+    work: Path,
+    toolkits: Optional[Dict[str, Toolkit]] = None,
+    sanitize: str = "",
+) -> None:
+    """Compile and lay out, in ``out``, the variants of one machine that are not there yet."""
     wanted = []
-    computes = ("cpu",) if arguments.sanitize else ("cpu", CPU_IN_CUDA, *toolkits)
-    for variant in [variant_of(config, compute, arguments.sanitize) for compute in computes]:
+    for variant in variants:
         if is_up_to_date(variant, out / variant.folder):
             print(f"build: {variant.folder} is up to date ({variant.ops_id})")
         else:
@@ -298,7 +331,8 @@ def main() -> None:
     if not wanted:
         return
     started = time.time()
-    shared_objects = compile_variants(config, wanted, work, toolkits, arguments.sanitize)
+    toolkits = toolkits or {}
+    shared_objects = compile_variants(config, wanted, work, toolkits, sanitize)
     out.mkdir(parents=True, exist_ok=True)
     for variant, shared_object in zip(wanted, shared_objects):
         archs = toolkits[variant.compute].archs if variant.compute in toolkits else ()
@@ -306,6 +340,38 @@ def main() -> None:
         size = (out / variant.folder / shared_object.name).stat().st_size
         print(f"build: {variant.folder} ({variant.ops_id}, {size / 1e6:.1f} MB)")
     print(f"build: {time.time() - started:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="the CUDA variants too, and those of other machines")
+    parser.add_argument("--machine", default=machine_here(), help="build for this machine, in a folder of its own")
+    parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder that receives the variant folders")
+    parser.add_argument("--sanitize", default="", help="build under a sanitizer: address, undefined or thread")
+    arguments = parser.parse_args()
+
+    config = load_build_toml()
+    out, work = arguments.out.resolve(), arguments.out.resolve() / "_work"
+    local = ("cpu", CPU_IN_CUDA)
+    if arguments.machine != machine_here():
+        # In a folder of their own, because torch-cuda has no machine in its name.
+        variants = [variant_of(config, compute, machine=arguments.machine) for compute in local]
+        try:
+            build_variants(config, variants, out / f"machine-{arguments.machine}", work / arguments.machine)
+        except ToolkitMissing as error:
+            sys.exit(f"build: {error}")
+        return
+    if arguments.sanitize:
+        name = f"sanitize-{arguments.sanitize}"
+        variants = [variant_of(config, "cpu", arguments.sanitize)]
+        build_variants(config, variants, out / name, work / name, sanitize=arguments.sanitize)
+        return
+    toolkits = find_toolkits(machine_here()) if arguments.all else {}
+    build_variants(config, [variant_of(config, name) for name in (*local, *toolkits)], out, work / "plain", toolkits)
+    for machine in other_machines() if arguments.all else ():
+        toolkits = find_toolkits(machine)
+        variants = [variant_of(config, name, machine=machine) for name in ("cpu", *toolkits)]
+        build_variants(config, variants, out, work / machine, toolkits)
 
 
 if __name__ == "__main__":

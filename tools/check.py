@@ -13,6 +13,9 @@ from typing import Callable, Iterator, List, Tuple
 
 import tomllib
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from toolkits import machine_here
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch-ext" / "packfree_kernels"
 BUILD = ROOT / "build"
@@ -24,6 +27,8 @@ REGISTRATIONS = {"register_fake", "register_autograd", "custom_op", "triton_op"}
 LAYER_SETTINGS = {"has_backward", "can_torch_compile"}
 MANYLINUX = "manylinux_2_28"
 OLDEST_PYTHON = "3.9"
+# What readelf calls the machines of variants.
+ELF_MACHINES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
 
 
 def variants() -> List[Path]:
@@ -165,6 +170,16 @@ def layers() -> Iterator[str]:
                     yield f"layers.py:{node.lineno} {layer.name} keeps {ast.unparse(target)} on the class"
 
 
+def machines() -> Iterator[str]:
+    """A shared object is for the machine in its variant's name; for this one where the name has none."""
+    for path in shared_objects():
+        named = re.search(r"-(\w+)-linux$", path.parent.name)
+        machine = named.group(1) if named else machine_here()
+        header = subprocess.run(["readelf", "-h", str(path)], capture_output=True, text=True, check=True).stdout
+        if not re.search(rf"Machine: +{ELF_MACHINES.get(machine, machine)}\n", header):
+            yield f"{path.parent.name}/{path.name} is not for {machine}"
+
+
 def abi() -> Iterator[str]:
     """manylinux_2_28, the Python 3.9 limited API, and no torch symbol outside the stable ABI."""
     from kernel_abi_check import ObjectFile
@@ -248,9 +263,9 @@ get_local_kernel(Path(sys.argv[1]), backend="cpu")
 
 
 def quiet_import() -> Iterator[str]:
-    """Importing a variant writes and fetches nothing and starts no process."""
+    """Importing the CPU variant of this machine writes and fetches nothing and starts no process."""
     for variant in variants():
-        if "-cpu-" not in variant.name:
+        if not variant.name.endswith(f"-cpu-{machine_here()}-linux"):
             continue
         command = [sys.executable, "-B", "-c", IMPORT_PROBE, str(variant)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -267,6 +282,7 @@ RULES: List[Tuple[str, Callable[[], Iterator[str]]]] = [
     ("op prefixes", op_prefixes),
     ("public names", public_names),
     ("layers", layers),
+    ("machines", machines),
     ("ABI", abi),
     ("abi3audit", abi3audit),
     ("libraries", needed_libraries),

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from toolkits import CACHE, RELEASES, ROOT
+from toolkits import CACHE, RELEASES, ROOT, machine_here
 
 REPO_ID = "org/packfree-kernels"
 MODELS = ("qwen3_5_text", "bamba")
@@ -53,11 +53,30 @@ def environment(compute: str) -> Path:
     return place / "bin" / "python"
 
 
+def train_packed(where: str) -> None:
+    """Two kinds of model: packed equals alone, and some steps of training packed are those of training alone."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    from tests.tiny_models import alone, build, check_packed_equals_alone, load, pack, run
+
+    for name in MODELS:
+        check_packed_equals_alone(name, run(build(name, "eager").train(), alone()))
+        packed, stock = load(name).train(), build(name, "eager").train()
+        for model, batches in ((packed, [pack(name, "seq_idx")]), (stock, alone())):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            for _ in range(STEPS):
+                logits, _ = run(model, batches)
+                optimizer.step()
+            model.last = float(logits.square().sum())
+        assert abs(packed.last - stock.last) <= 1e-4 * abs(stock.last), (packed.last, stock.last)
+        print(f"{where}: {name} packed equals alone; loss {packed.last:.4f} after {STEPS} steps of both", flush=True)
+
+
 def check_here(compute: str) -> None:
     """What runs inside the environment: the loader's own choice of variant, then packed against alone, and training."""
     import torch
 
-    sys.path.insert(0, str(ROOT))
     os.environ.update(LOCAL_KERNELS=f"{REPO_ID}={ROOT / 'build'}", HF_HUB_OFFLINE="1", PACKFREE_DEBUG="1")
     assert torch.version.cuda == RELEASES[compute], f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     assert not torch.cuda.is_available(), "this check is about a CUDA build of torch without a GPU"
@@ -71,21 +90,7 @@ def check_here(compute: str) -> None:
     own = sorted(name[len(prefix) :] for name in on_cuda if name.startswith(f"{prefix}packing_"))
     assert len(own) == 3, f"CUDA kernels of the boundary conversions: {own}"
 
-    from tests.tiny_models import alone, build, check_packed_equals_alone, load, pack, run
-
-    for name in MODELS:
-        check_packed_equals_alone(name, run(build(name, "eager").train(), alone()))
-        packed, stock = load(name).train(), build(name, "eager").train()
-        for model, batches in ((packed, [pack(name, "seq_idx")]), (stock, alone())):
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-            for _ in range(STEPS):
-                logits, _ = run(model, batches)
-                optimizer.step()
-            model.last = float(logits.square().sum())
-        assert abs(packed.last - stock.last) <= 1e-4 * abs(stock.last), (packed.last, stock.last)
-        print(
-            f"check_variants: {folder}: {name} packed equals alone; loss {packed.last:.4f} after {STEPS} steps of both"
-        )
+    train_packed(f"check_variants: {folder}")
     print(f"check_variants: torch {torch.__version__}, {own} have CUDA kernels\n{kernel.hooks_status()}")
 
 
@@ -97,7 +102,8 @@ def main() -> None:
     if arguments.inside:
         check_here(arguments.inside)
         return
-    built = [name for name in RELEASES if any((ROOT / "build").glob(f"torch-*-{name}-*/metadata.json"))]
+    here = f"{machine_here()}-linux/metadata.json"
+    built = [name for name in RELEASES if any((ROOT / "build").glob(f"torch-*-{name}-{here}"))]
     if not built:
         sys.exit("check_variants: build/ holds no CUDA variant; run make variants")
     failed = [name for name in arguments.compute if name not in built]

@@ -6,8 +6,8 @@
 
 A lane is a clone with an environment of its own and some commands. At the end a table tells minutes, what pip fetched
 (from its own lines, files that it had kept included), disk, and what pytest counted; each command's output lies in the
-work folder. Emulated CPUs and other compilers need Debian's packages qemu-user, g++-11, g++-12 and clang; a lane says
-so where one is missing.
+work folder. Emulated CPUs and other compilers need Debian's packages qemu-user, g++-11, g++-12, clang and
+g++-aarch64-linux-gnu; a lane says so where one is missing.
 """
 
 import argparse
@@ -89,6 +89,16 @@ def _other_cpus(clone: Path) -> List[Step]:
     return steps
 
 
+def _aarch64(clone: Path) -> List[Step]:
+    """The variant of another machine, cross-compiled and run by an emulator: its checks, on a CPU without bf16 too."""
+    python = str(clone / ".venv" / "bin" / "python")
+    return [
+        ("build", ["make", "build"], {}),
+        ("emulated", [python, "tools/emulate.py"], {}),
+        ("without bf16", [python, "tools/emulate.py", "--cpu", "neoverse-n1"], {}),
+    ]
+
+
 def _compiled_by(compiler: str) -> Lane:
     settings = {"CXX": compiler}
     return Lane(
@@ -103,6 +113,11 @@ LANES: Dict[str, Lane] = {
     "wheel": Lane("pip as it is set up here", _newcomer({})),
     "torch": Lane("torch already in the environment", _torch_already),
     "cpus": Lane("other CPUs and 1 to 4 threads", _other_cpus, {"qemu-x86_64": "qemu-user"}),
+    "aarch64": Lane(
+        "the aarch64 variant, emulated",
+        _aarch64,
+        {"qemu-aarch64": "qemu-user", "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu"},
+    ),
     "gcc11": _compiled_by("g++-11"),
     "gcc12": _compiled_by("g++-12"),
     "clang": _compiled_by("clang++"),

@@ -1,9 +1,10 @@
-"""CUDA compilers for the variants, each whole in a folder of its own under .toolkits/ and installed nowhere.
+"""Compilers for the variants: CUDA's, each whole in a folder under .toolkits/ and installed nowhere, and a machine's.
 
 - 13.0 and 13.2: the compiler on PATH if it has that release, else NVIDIA's wheels from PyPI, which hold a whole one.
 - 12.6: the wheels of that release hold headers, ptxas and libdevice but no nvcc. The front end comes from Debian's
   package nvidia-cuda-toolkit (12.4, component non-free), fetched with apt-get through lists of its own. A 12.4 front
   end knows nothing newer than sm_90; newer GPUs run its PTX.
+- For another machine: the same compilers with that machine's C++ compiler and, from the wheels, its runtime library.
 """
 
 import os
@@ -33,9 +34,16 @@ _WHEELS_12_6 = (
     "nvidia-cuda-runtime-cu12==12.6.77",
     "nvidia-cuda-cccl-cu12==12.6.77",
 )
-_DEBIAN_PACKAGE = "nvidia-cuda-toolkit"
-_DEBIAN_SOURCE = "deb [signed-by={keyring}] http://deb.debian.org/debian stable non-free\n"
+_DEBIAN_SOURCE = "deb [signed-by={keyring}] http://deb.debian.org/debian {suite}\n"
 _DEBIAN_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+# Machines whose variants can be built on x86_64 Linux too -> the compiler, and Debian's package that brings it.
+CROSS_COMPILERS = {"aarch64": ("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")}
+_RUNTIME_WHEELS = {
+    "12.6": "nvidia-cuda-runtime-cu12==12.6.77",
+    "13.0": "nvidia-cuda-runtime==13.0.*",
+    "13.2": "nvidia-cuda-runtime==13.2.*",
+}
 
 # nvcc reads this beside itself to find its parts and the headers.
 _NVCC_PROFILE = """\
@@ -53,16 +61,23 @@ class ToolkitMissing(Exception):
 
 
 class Toolkit(NamedTuple):
-    """A CUDA compiler, the runtime library that its variant links, and the architectures it compiles for."""
+    """A CUDA compiler, the runtime library that its variant links, and the architectures it compiles for.
+
+    For another machine also that machine's C++ compiler, and the headers, which nvcc would then look for elsewhere.
+    """
 
     compute: str
     nvcc: Path
     cudart: Path
     archs: List[str]
+    host_compiler: str = ""
+    include: Optional[Path] = None
 
-    def gencode(self) -> List[str]:
-        """nvcc's options for all architectures; +PTX adds code that newer GPUs compile when they load it."""
-        flags = []
+    def flags(self) -> List[str]:
+        """nvcc's options for the machine and all architectures; +PTX adds code that newer GPUs compile at load."""
+        flags = ["-ccbin", self.host_compiler] if self.host_compiler else []
+        if self.include is not None:
+            flags += [f"-I{self.include}", "-isystem", f"{self.include / 'cccl'}"]
         for arch in self.archs:
             number = arch.replace("+PTX", "").replace(".", "")
             flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
@@ -76,17 +91,42 @@ def architectures(compute: str) -> List[str]:
     return _ARCHS[RELEASES[compute].split(".")[0]]
 
 
-def toolkit(compute: str) -> Toolkit:
-    """The toolkit of a variant such as ``cu130``, fetched if need be.
+def machine_here() -> str:
+    """This machine, as variants spell it."""
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+
+
+def cross_compiler(machine: str) -> str:
+    """The C++ compiler on this machine that compiles for ``machine``, another one.
+
+    Raises:
+        ToolkitMissing: there is none.
+    """
+    if machine not in CROSS_COMPILERS or (machine_here(), platform.system()) != ("x86_64", "Linux"):
+        raise ToolkitMissing(f"only x86_64 Linux builds for another machine: {', '.join(CROSS_COMPILERS)}")
+    compiler, package = CROSS_COMPILERS[machine]
+    if shutil.which(compiler) is None:
+        raise ToolkitMissing(f"needs {compiler}: apt-get install {package}")
+    return compiler
+
+
+def toolkit(compute: str, machine: str = "x86_64") -> Toolkit:
+    """The toolkit of a variant such as ``cu130`` for ``machine``, fetched if need be.
 
     Raises:
         ToolkitMissing: it cannot be fetched here.
     """
     release = RELEASES[compute]
-    if platform.machine() != "x86_64" or platform.system() != "Linux":
+    if (machine_here(), platform.system()) != ("x86_64", "Linux"):
         raise ToolkitMissing("CUDA variants are built here on x86_64 Linux only")
+    compiler = "" if machine == machine_here() else cross_compiler(machine)
     top = _on_path(release) or _cached(release)
     major = release.split(".")[0]
+    if compiler:
+        headers = [top / folder for folder in ("include", "targets/x86_64-linux/include")]
+        include = next(path for path in headers if (path / "cuda_runtime.h").exists())
+        cudart = _runtime_library(release, machine)
+        return Toolkit(compute, top / "bin" / "nvcc", cudart, architectures(compute), compiler, include)
     libraries = [top / folder / f"libcudart.so.{major}" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
     cudart = next((path for path in libraries if path.exists()), None)
     if cudart is None:
@@ -125,6 +165,17 @@ def _cached(release: str) -> Path:
     return place / "nvidia" / "cu13" if release.startswith("13.") else place
 
 
+def _runtime_library(release: str, machine: str) -> Path:
+    """libcudart of another machine, from its wheel."""
+    place = CACHE / f"{release}-{machine}"
+    if not place.exists():
+        staging = place.with_name(f"{place.name}.new")
+        shutil.rmtree(staging, ignore_errors=True)
+        _install_wheels(staging, [_RUNTIME_WHEELS[release]], machine)
+        staging.rename(place)
+    return next(place.rglob(f"libcudart.so.{release.split('.')[0]}"))
+
+
 def _run(command: List[str], missing: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -135,19 +186,30 @@ def _run(command: List[str], missing: str) -> None:
         raise ToolkitMissing(f"{missing}: {' '.join(command[:2])} failed: {''.join(reason)}")
 
 
-def _install_wheels(folder: Path, wheels: List[str]) -> None:
+def wheel_options(machine: str) -> List[str]:
+    """pip's options for wheels of another Linux machine: every base up to manylinux_2_28."""
+    bases = ["manylinux2014", *(f"manylinux_2_{minor}" for minor in range(28, 16, -1))]
+    return ["--only-binary=:all:", *(word for base in bases for word in ("--platform", f"{base}_{machine}"))]
+
+
+def _install_wheels(folder: Path, wheels: List[str], machine: str = "") -> None:
     # No dependencies: those of nvcc are not pinned, and every part is named here.
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *wheels]
-    _run(command, f"PyPI has no {', '.join(wheels)} for this machine")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+    command += [*(wheel_options(machine) if machine else []), *wheels]
+    _run(command, f"PyPI has no {', '.join(wheels)} for {machine or 'this machine'}")
 
 
-def _debian_front_end(folder: Path) -> Path:
-    """Unpack Debian's CUDA compiler under ``folder`` and return its usr/; nothing of the system's apt is touched."""
-    missing = f"Debian's package {_DEBIAN_PACKAGE} (stable, non-free)"
+def unpack_debian(folder: Path, suite: str, architecture: str, get: List[str]) -> None:
+    """Unpack under ``folder``/debian what apt-get downloads by the words ``get``; the system's own apt is not touched.
+
+    Raises:
+        ToolkitMissing: it cannot be had.
+    """
+    missing = f"Debian's {get[-1]} ({suite}, {architecture})"
     apt = folder / "apt"
     for name in ("lists/partial", "cache/archives/partial"):
         (apt / name).mkdir(parents=True)
-    (apt / "sources.list").write_text(_DEBIAN_SOURCE.format(keyring=_DEBIAN_KEYRING))
+    (apt / "sources.list").write_text(_DEBIAN_SOURCE.format(keyring=_DEBIAN_KEYRING, suite=suite))
     settings = {
         "Dir::Etc::sourcelist": apt / "sources.list",
         "Dir::Etc::sourceparts": "-",
@@ -155,22 +217,23 @@ def _debian_front_end(folder: Path) -> Path:
         "Dir::State::status": os.devnull,
         "Dir::Cache": apt / "cache",
         "Dir::Log": apt,
-        "APT::Architecture": "amd64",
+        "APT::Architecture": architecture,
+        "APT::Architectures": architecture,
         "APT::Sandbox::User": "root",
     }
     options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
     _run(["apt-get", *options, "update"], missing)
-    # apt-get download writes into the working folder.
-    _run(["sh", "-c", 'cd "$1" && shift && exec apt-get "$@"', "sh", str(apt), *options, "download", _DEBIAN_PACKAGE],
-         missing)  # fmt: skip
-    package = next(apt.glob("*.deb"))
-    _run(["dpkg-deb", "-x", str(package), str(folder / "debian")], missing)
-    return folder / "debian" / "usr"
+    # apt-get download writes into the working folder, apt-get install --download-only into its cache.
+    _run(["sh", "-c", 'cd "$1" && shift && exec apt-get "$@"', "sh", str(apt), *options, *get], missing)
+    for package in apt.rglob("*.deb"):
+        _run(["dpkg-deb", "-x", str(package), str(folder / "debian")], missing)
+    shutil.rmtree(apt)
 
 
 def _merge_12_6(root: Path) -> None:
     """One tree from the two halves: Debian's front end, NVIDIA's headers, assembler, device library and runtime."""
-    usr = _debian_front_end(root)
+    unpack_debian(root, "stable non-free", "amd64", ["download", "nvidia-cuda-toolkit"])
+    usr = root / "debian" / "usr"
     private = usr / "lib" / "nvidia-cuda-toolkit" / "bin"
     for folder in ("bin", "nvvm/bin", "lib"):
         (root / folder).mkdir(parents=True)
@@ -187,5 +250,5 @@ def _merge_12_6(root: Path) -> None:
     shutil.copytree(wheel / "cuda_nvcc" / "nvvm" / "libdevice", root / "nvvm" / "libdevice")
     shutil.copy(wheel / "cuda_runtime" / "lib" / "libcudart.so.12", root / "lib")
     (root / "bin" / "nvcc.profile").write_text(_NVCC_PROFILE)
-    for scaffold in ("wheels", "apt", "debian"):
+    for scaffold in ("wheels", "debian"):
         shutil.rmtree(root / scaffold)

@@ -1,9 +1,8 @@
 #include "torch_binding.h"
 
-#include <cstdlib>
 #include <string>
 
-#include "cpu/simd/tier.h"
+#include "bindings/tiers.h"
 #include "registration.h"
 
 namespace {
@@ -12,8 +11,7 @@ namespace {
 std::string cpu_tier() {
   packfree::Tier tier = packfree::Tier::kScalar;
   if (packfree::SelectTier(&tier)) return packfree::TierName(tier);
-  return std::string("error: PACKFREE_CPU_TIER must be one of scalar, avx2, avx512, avx512_bf16, amx and at most ") +
-         packfree::TierName(packfree::BestTier()) + " on this CPU, got " + std::getenv("PACKFREE_CPU_TIER");
+  return "error: " + packfree::TierRefusal();
 }
 
 }  // namespace

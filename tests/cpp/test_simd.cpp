@@ -56,6 +56,22 @@ void Check(bool good, const char* tier, const char* what, double value) {
 #include "cpu/simd/end_tier.h"
 #endif
 
+#if PACKFREE_ARM
+#include "cpu/simd/begin_neon.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "simd_checks-inl.h"
+#include "cpu/simd/end_tier.h"
+
+#include "cpu/simd/begin_neon_bf16.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "simd_checks-inl.h"
+#include "cpu/simd/end_tier.h"
+#endif
+
 int main() {
   using packfree::Tier;
   const Tier best = packfree::BestTier();
@@ -66,6 +82,11 @@ int main() {
   if (best >= Tier::kAvx512) packfree::avx512::CheckAll<float>("avx512");
   if (best >= Tier::kAvx512Bf16) packfree::avx512_bf16::CheckAll<float>("avx512_bf16");
   if (best >= Tier::kAmx) packfree::amx::CheckMatrixUnit("amx");
+#endif
+#if PACKFREE_ARM
+  if (best >= Tier::kNeon) packfree::neon::CheckAll<float>("neon");
+  if (best >= Tier::kNeon) packfree::neon::CheckAll<double>("neon double");
+  if (best >= Tier::kNeonBf16) packfree::neon_bf16::CheckAll<float>("neon_bf16");
 #endif
   std::printf("best tier %s, %d failures\n", packfree::TierName(best), failures);
   return failures == 0 ? 0 : 1;

@@ -58,7 +58,7 @@ void FuzzAttention(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   AttentionArgs shared{};
-  shared.tier = trial.DrawTier(Tier::kAmx);
+  shared.tier = trial.DrawTier(kBestTier);
   shared.dtype = dtype;
   shared.K = DrawDim(draw);
   shared.V = draw.Chance(60) ? shared.K : DrawDim(draw);

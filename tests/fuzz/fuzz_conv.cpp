@@ -21,7 +21,7 @@ void FuzzConv(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   ConvArgs shared{};
-  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(kVectorTier);
   shared.dtype = dtype;
   shared.channels_last = draw.Chance(50);
   shared.silu = draw.Chance(50);
@@ -76,7 +76,7 @@ void FuzzConvUpdate(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   ConvUpdateArgs args{};
-  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(kVectorTier);
   args.dtype = dtype;
   args.silu = draw.Chance(50);
   args.width = static_cast<int>(draw.Between(kConvMinWidth, kConvMaxWidth));

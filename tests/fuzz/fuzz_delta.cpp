@@ -84,7 +84,7 @@ void FillBackward(Trial& trial, Dtype dtype, const Inputs& in, const Axes& gate_
 void FuzzGatedDeltaRule(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
-  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(kVectorTier);
   DeltaInputs in{};
   DrawInputs(trial, dtype, &in);
   const Axes gate_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads});
@@ -104,7 +104,7 @@ void FuzzGatedDeltaRule(Trial& trial) {
 void FuzzKda(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
-  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(kVectorTier);
   KdaInputs in{};
   DrawInputs(trial, dtype, &in);
   const Axes gate_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads, in.key_dim});

@@ -73,7 +73,7 @@ void FuzzMamba1(Trial& trial) {
     return draw.Pick<Dtype>({dtype, dtype, Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
   };
   ScanArgs shared{};
-  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(kVectorTier);
   shared.is_double = dtype == Dtype::kFloat64;
   shared.groups = draw.Pick<int64_t>({1, 1, 2, 3});
   shared.channels = shared.groups * draw.Pick<int64_t>({1, 2, 3, 8, 15, 16, 17, 33, 64, 65, 127, 128, 129});

@@ -17,7 +17,7 @@ int64_t DrawDim(Draw& draw) {
 void FuzzMamba2(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
-  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(kVectorTier);
   Mamba2ScanInputs in{};
   in.groups = draw.Between(1, 3);
   in.heads = in.groups * draw.Pick<int64_t>({1, 2, 4, 5, 9});
@@ -75,7 +75,7 @@ void FuzzMamba2(Trial& trial) {
 void FuzzStateUpdate(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
-  const Tier tier = trial.DrawTier(Tier::kAvx512Bf16);
+  const Tier tier = trial.DrawTier(kVectorTier);
   SelectiveStateUpdate args{};
   args.batch = draw.Between(0, 3);
   args.groups = draw.Between(1, 3);

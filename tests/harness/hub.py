@@ -100,7 +100,8 @@ def run(code: str, home: Path, endpoint: str = UNREACHABLE, preamble: str = PREA
 
 def cpu_variant() -> Path:
     """The built variant with the CPU kernels alone that the loader gives to this build of torch."""
-    found = sorted(BUILD.glob("torch-cuda/metadata.json" if CUDA_TORCH else "torch-stable-abi*-cpu-*/metadata.json"))
+    name = "torch-cuda" if CUDA_TORCH else f"torch-stable-abi*-cpu-{load_tool('toolkits').machine_here()}-linux"
+    found = sorted(BUILD.glob(f"{name}/metadata.json"))
     assert found, "no variant of CPU kernels in build/: run `make build` first"
     return found[0].parent
 

@@ -1,10 +1,12 @@
 """The kernel under test, and the tiers this machine can run it in."""
 
 import functools
+import platform
 from types import ModuleType
 from typing import List
 
-TIERS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
+ARM = platform.machine() in ("aarch64", "arm64")
+TIERS = ["scalar", "neon", "neon_bf16"] if ARM else ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 @functools.lru_cache(maxsize=None)

@@ -25,7 +25,7 @@ void FillArgs(const char* op, AttentionArgs* args, const Tensor& q, const Tensor
               int64_t window_right, double softcap, const std::optional<Tensor>& visible_keys) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3, op, ": q, k and v must have 3 dimensions");
   STD_TORCH_CHECK(q.is_cpu() && k.is_cpu() && v.is_cpu(), op, ": q, k and v must be CPU tensors");
-  args->tier = CheckedTier(op, Tier::kAmx);
+  args->tier = CheckedTier(op, kBestTier);
   args->dtype = DtypeOf(op, q);
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
                   ": q, k and v must have one dtype");

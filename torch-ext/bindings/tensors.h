@@ -17,10 +17,10 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/tiers.h"
 #include "common/dtypes.h"
 #include "common/huge_pages.h"
 #include "common/packing.h"
-#include "cpu/simd/tier.h"
 
 namespace packfree {
 
@@ -121,11 +121,9 @@ inline void ClearPadding(const PackingView& packing, Tensor& tensor) {
 }
 
 // The tier that serves this call, at most `highest`: the highest tier that the op has texts for.
-inline Tier CheckedTier(const char* op, Tier highest = Tier::kAvx512Bf16) {
+inline Tier CheckedTier(const char* op, Tier highest = kVectorTier) {
   Tier tier = Tier::kScalar;
-  STD_TORCH_CHECK(SelectTier(&tier), op,
-                  ": PACKFREE_CPU_TIER must be one of scalar, avx2, avx512, avx512_bf16, amx and at most ",
-                  TierName(BestTier()), " on this CPU, got ", std::getenv("PACKFREE_CPU_TIER"));
+  STD_TORCH_CHECK(SelectTier(&tier), op, ": ", TierRefusal());
   return tier > highest ? highest : tier;
 }
 

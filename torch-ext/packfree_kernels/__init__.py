@@ -39,7 +39,8 @@ __all__ = [
 
 
 def cpu_tier() -> str:
-    """Name of the instruction-set tier that serves CPU calls: scalar, avx2, avx512, avx512_bf16 or amx.
+    """Name of the instruction-set tier that serves CPU calls: scalar, avx2, avx512, avx512_bf16 or amx; on aarch64
+    scalar, neon or neon_bf16.
 
     Raises:
         RuntimeError: ``PACKFREE_CPU_TIER`` is set to something else, or to a tier that this CPU lacks.

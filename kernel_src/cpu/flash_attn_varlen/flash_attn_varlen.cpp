@@ -62,6 +62,28 @@
 #include "cpu/simd/end_tier.h"
 #endif
 
+#if PACKFREE_ARM
+#include "cpu/simd/begin_neon.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/products-inl.h"
+#include "cpu/flash_attn_varlen/fwd-inl.h"
+#include "cpu/flash_attn_varlen/bwd-inl.h"
+#include "cpu/simd/end_tier.h"
+
+#include "cpu/simd/begin_neon_bf16.h"
+#include "cpu/simd/vec-inl.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/tile-inl.h"
+#include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/products-inl.h"
+#include "cpu/flash_attn_varlen/fwd-inl.h"
+#include "cpu/flash_attn_varlen/bwd-inl.h"
+#include "cpu/simd/end_tier.h"
+#endif
+
 namespace packfree {
 
 namespace {
@@ -84,7 +106,7 @@ struct Kernels {
 constexpr int64_t kMatrixKeys = 512;
 
 // The kernels of a sequence with `keys` keys: only its own length may decide. double runs in the scalar tier whatever
-// the tier; the tiers avx512_bf16 and amx have kernels of their own for the dtypes that gain by them.
+// the tier; the tiers avx512_bf16, amx and neon_bf16 have kernels of their own for the dtypes that gain by them.
 Kernels SelectKernels(Tier tier, Dtype dtype, int64_t keys) {
   if (dtype == Dtype::kFloat64) return PACKFREE_KERNELS(scalar, double, double);
 #if PACKFREE_X86
@@ -100,6 +122,14 @@ Kernels SelectKernels(Tier tier, Dtype dtype, int64_t keys) {
     return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(avx2, float, float)
            : dtype == Dtype::kBFloat16 ? PACKFREE_KERNELS(avx2, bf16, float)
                                        : PACKFREE_KERNELS(avx2, fp16, float);
+  }
+#endif
+#if PACKFREE_ARM
+  if (tier == Tier::kNeonBf16 && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(neon_bf16, bf16, float);
+  if (tier >= Tier::kNeon) {
+    return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(neon, float, float)
+           : dtype == Dtype::kBFloat16 ? PACKFREE_KERNELS(neon, bf16, float)
+                                       : PACKFREE_KERNELS(neon, fp16, float);
   }
 #endif
   return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(scalar, float, float)

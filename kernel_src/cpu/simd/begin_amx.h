@@ -1,6 +1,8 @@
 // Opens the tier AVX-512 with bf16 and the matrix unit (AMX tiles of bf16). Only kernels that multiply bf16 matrices
 // are built for it; everything else runs in the tier below.
 #define PACKFREE_TIER 4
+#define PACKFREE_AVX512 1
+#define PACKFREE_BF16 1
 #define PACKFREE_VECTOR_BYTES 64
 #if defined(__clang__)
 #pragma clang attribute push( \

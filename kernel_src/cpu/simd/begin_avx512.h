@@ -1,5 +1,6 @@
 // Opens the tier AVX-512 F, BW, VL, DQ (x86-64-v4).
 #define PACKFREE_TIER 2
+#define PACKFREE_AVX512 1
 #define PACKFREE_VECTOR_BYTES 64
 #if defined(__clang__)
 #pragma clang attribute push( \

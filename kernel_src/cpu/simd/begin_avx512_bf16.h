@@ -1,5 +1,7 @@
 // Opens the tier AVX-512 with the bf16 instructions. Only bf16 kernels are built for it.
 #define PACKFREE_TIER 3
+#define PACKFREE_AVX512 1
+#define PACKFREE_BF16 1
 #define PACKFREE_VECTOR_BYTES 64
 #if defined(__clang__)
 #pragma clang attribute push( \

@@ -9,7 +9,8 @@
 //   constexpr <Op>Kernels TierKernels();
 //
 // whose instance for a tier and dtype is what PickKernels returns. An op without texts of its own for the bf16
-// instructions defines PACKFREE_HIGHEST_TIER as 2, one with texts for the matrix unit as 4.
+// instructions defines PACKFREE_HIGHEST_TIER as 2 (the number of AVX-512; then neither AVX-512's nor NEON's are
+// compiled), one with texts for the matrix unit as 4.
 #include "cpu/simd/tier.h"
 
 #ifndef PACKFREE_HIGHEST_TIER
@@ -42,6 +43,18 @@
 #endif
 #endif
 
+#if PACKFREE_ARM
+#include "cpu/simd/begin_neon.h"
+#include PACKFREE_TEXTS
+#include "cpu/simd/end_tier.h"
+
+#if PACKFREE_HIGHEST_TIER >= 3
+#include "cpu/simd/begin_neon_bf16.h"
+#include PACKFREE_TEXTS
+#include "cpu/simd/end_tier.h"
+#endif
+#endif
+
 namespace packfree {
 namespace {
 
@@ -59,6 +72,14 @@ auto PickTier([[maybe_unused]] Tier tier) {
 #endif
   if (tier >= Tier::kAvx512) return avx512::TierKernels<Elem, float>();
   if (tier == Tier::kAvx2) return avx2::TierKernels<Elem, float>();
+#endif
+#if PACKFREE_ARM
+#if PACKFREE_HIGHEST_TIER >= 3
+  if constexpr (std::is_same_v<Elem, bf16>) {
+    if (tier >= Tier::kNeonBf16) return neon_bf16::TierKernels<bf16, float>();
+  }
+#endif
+  if (tier >= Tier::kNeon) return neon::TierKernels<Elem, float>();
 #endif
   return scalar::TierKernels<Elem, float>();
 }

@@ -1,7 +1,7 @@
 // Closes what a begin_<tier>.h opened.
 }  // namespace <tier>
 }  // namespace packfree
-#if PACKFREE_TIER > 0
+#if !PACKFREE_BASELINE
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -10,3 +10,8 @@
 #endif
 #undef PACKFREE_TIER
 #undef PACKFREE_VECTOR_BYTES
+#undef PACKFREE_BASELINE
+#undef PACKFREE_AVX2
+#undef PACKFREE_AVX512
+#undef PACKFREE_NEON
+#undef PACKFREE_BF16

@@ -33,7 +33,7 @@ PACKFREE_INLINE Vec<Acc> Exp(Vec<Acc> x) {
   constexpr Acc kRound = kSingle ? Acc(12582912.0) : Acc(6755399441055744.0);
   using Int = IntVec<Acc>;
   constexpr int kMantissa = kSingle ? 23 : 52;
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   if constexpr (kSingle) {
     // The scaling instruction saturates, so only the integer needs a limit. Constants stand first in comparisons that
     // must let a NaN through.
@@ -106,7 +106,7 @@ PACKFREE_INLINE Vec<Acc> Exp2(Vec<Acc> x) {
 // +infinity itself may give NaN. With AVX-512 the scaling instruction saturates, which saves the clamps of Exp2.
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> Exp2Any(Vec<Acc> x) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   if constexpr (std::is_same_v<Acc, float>) {
     const Vec<float> count =
         _mm512_maskz_roundscale_ps((__mmask16)0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -125,7 +125,7 @@ PACKFREE_INLINE Vec<Acc> Exp2Any(Vec<Acc> x) {
 // 1 / x for x in [1, 2], to 1 eps.
 template <class Acc>
 PACKFREE_INLINE Vec<Acc> InverseNearOne(Vec<Acc> x) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   // An estimate of 14 bits and one step of Newton: a quarter of the division's time.
   if constexpr (std::is_same_v<Acc, float>) {
     const Vec<float> y = _mm512_maskz_rcp14_ps((__mmask16)0xffff, x);

@@ -10,11 +10,19 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if PACKFREE_ARM && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace packfree {
 
 namespace {
+#if PACKFREE_ARM
+constexpr const char* kNames[] = {"scalar", "neon", "neon_bf16"};
+#else
 constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+#endif
+static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(kBestTier) + 1);
 
 #if PACKFREE_X86
 // Tile registers are large, so Linux hands them to a process only on request (once, for all its threads).
@@ -59,7 +67,15 @@ Tier DetectBestTier() {
   if (avx512) return Tier::kAvx512;
   if (avx2) return Tier::kAvx2;
 #endif
+#if PACKFREE_ARM
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16
+  if ((getauxval(AT_HWCAP2) & kBf16) != 0) return Tier::kNeonBf16;
+#endif
+  return Tier::kNeon;
+#else
   return Tier::kScalar;
+#endif
 }
 }  // namespace
 

@@ -16,6 +16,12 @@
 #else
 #define PACKFREE_X86 0
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define PACKFREE_ARM 1
+#else
+#define PACKFREE_ARM 0
+#endif
 
 #include "common/dtypes.h"
 
@@ -23,11 +29,17 @@
 
 namespace packfree {
 
-// kAmx adds the matrix unit. Only kernels that multiply bf16 matrices have texts for it; the others are asked for the
-// tier below.
+// From the slowest to the best of an architecture. kVectorTier is the best tier without a matrix unit: only kernels that
+// multiply bf16 matrices have texts for that; the others are asked for the tier below.
+#if PACKFREE_ARM
+enum class Tier { kScalar = 0, kNeon = 1, kNeonBf16 = 2 };
+constexpr Tier kVectorTier = Tier::kNeonBf16, kBestTier = Tier::kNeonBf16;
+#else
 enum class Tier { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
+constexpr Tier kVectorTier = Tier::kAvx512Bf16, kBestTier = Tier::kAmx;
+#endif
 
-// Name of a tier as PACKFREE_CPU_TIER spells it: scalar, avx2, avx512, avx512_bf16, amx.
+// Name of a tier as PACKFREE_CPU_TIER spells it: scalar, avx2, avx512, avx512_bf16, amx; or scalar, neon, neon_bf16.
 const char* TierName(Tier tier);
 
 // The best tier this CPU has.

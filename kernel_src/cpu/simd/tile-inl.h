@@ -159,9 +159,15 @@ inline void SumLanes(int64_t rows, const Acc* tile, Acc* sums) {
 // How Multiply treats what the target holds.
 enum class Into { kOverwrite, kAdd, kSubtract };
 
-// Register tile of Multiply: kRows x kRegisters accumulators. 24 + 4 of 32 registers on AVX-512, 12 + 2 of 16 below.
-constexpr int kTileRows = 6;
-constexpr int kTileRegisters = PACKFREE_TIER >= 2 ? 4 : 2;
+// Register tile of Multiply: kRows x kRegisters accumulators. 24 + 4 of 32 registers on AVX-512, 12 + 2 of 16 on AVX2.
+// On NEON 16 + 4 of 32: there a multiply-add takes its factor for a row from one more register, and each row has one.
+#if PACKFREE_AVX512
+constexpr int kTileRows = 6, kTileRegisters = 4;
+#elif PACKFREE_NEON
+constexpr int kTileRows = 4, kTileRegisters = 4;
+#else
+constexpr int kTileRows = 6, kTileRegisters = 2;
+#endif
 
 // c[0:kRows, 0:kRegisters*L] (op)= a b. a(i, k) lies at a[i * row_a + k * col_a]. Every element sums over k in rising
 // order with one MulAdd a step, so its bits do not depend on which register tile it falls into. The product is summed

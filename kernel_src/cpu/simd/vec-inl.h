@@ -45,10 +45,10 @@ PACKFREE_INLINE V Min(V a, V b) {
   return a < b ? a : b;
 }
 // The instruction takes b where a lane is NaN, as the text above does; compilers do not always see that.
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
 PACKFREE_INLINE Vec<float> Max(Vec<float> a, Vec<float> b) { return _mm512_maskz_max_ps((__mmask16)0xffff, a, b); }
 PACKFREE_INLINE Vec<float> Min(Vec<float> a, Vec<float> b) { return _mm512_maskz_min_ps((__mmask16)0xffff, a, b); }
-#elif PACKFREE_TIER == 1
+#elif PACKFREE_AVX2
 PACKFREE_INLINE Vec<float> Max(Vec<float> a, Vec<float> b) { return _mm256_max_ps(a, b); }
 PACKFREE_INLINE Vec<float> Min(Vec<float> a, Vec<float> b) { return _mm256_min_ps(a, b); }
 #endif
@@ -60,19 +60,23 @@ PACKFREE_INLINE V Select(Mask mask, V a, V b) {
 
 // a * b + c: one rounding where the tier has FMA, two in the scalar tier.
 PACKFREE_INLINE Vec<float> MulAdd(Vec<float> a, Vec<float> b, Vec<float> c) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   return _mm512_fmadd_ps(a, b, c);
-#elif PACKFREE_TIER == 1
+#elif PACKFREE_AVX2
   return _mm256_fmadd_ps(a, b, c);
+#elif PACKFREE_NEON
+  return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif
 }
 PACKFREE_INLINE Vec<double> MulAdd(Vec<double> a, Vec<double> b, Vec<double> c) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   return _mm512_fmadd_pd(a, b, c);
-#elif PACKFREE_TIER == 1
+#elif PACKFREE_AVX2
   return _mm256_fmadd_pd(a, b, c);
+#elif PACKFREE_NEON
+  return vfmaq_f64(c, a, b);
 #else
   return a * b + c;
 #endif
@@ -81,6 +85,10 @@ PACKFREE_INLINE Vec<double> MulAdd(Vec<double> a, Vec<double> b, Vec<double> c) 
 // Sum of the lanes, in a fixed tree: lane i with lane i + half, then quarters, and so on.
 template <class Acc>
 PACKFREE_INLINE Acc ReduceSum(Vec<Acc> v) {
+#if PACKFREE_NEON
+  // The same tree; through memory, GCC takes it to the integer unit.
+  if constexpr (std::is_same_v<Acc, float>) return vpadds_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v)));
+#endif
   Acc lane[kLanes<Acc>];
   __builtin_memcpy(lane, &v, sizeof(v));
   for (int half = kLanes<Acc> / 2; half > 0; half /= 2) {
@@ -175,12 +183,21 @@ typedef uint16_t HalfVec __attribute__((vector_size(PACKFREE_VECTOR_BYTES / 2)))
 typedef uint32_t BitsVec __attribute__((vector_size(PACKFREE_VECTOR_BYTES)));
 
 PACKFREE_INLINE Vec<float> WidenBf16(HalfVec half) {
+#if PACKFREE_NEON
+  return (Vec<float>)vshlq_n_u32(vmovl_u16((uint16x4_t)half), 16);
+#else
   return (Vec<float>)(__builtin_convertvector(half, BitsVec) << 16);
+#endif
 }
 PACKFREE_INLINE HalfVec NarrowBf16(Vec<float> v) {
-#if PACKFREE_TIER >= 3
+#if PACKFREE_BF16 && PACKFREE_AVX512
   // The instruction flushes subnormals to zero; they lie below anything a bf16 tensor of a model tells apart from 0.
   return (HalfVec)_mm512_cvtneps_pbh(v);
+#elif PACKFREE_BF16 && PACKFREE_NEON
+  // Rounds as the text below does, subnormals too. (Compilers differ in where they offer the intrinsic.)
+  HalfVec half;
+  __asm__("bfcvtn %0.4h, %1.4s" : "=w"(half) : "w"(v));
+  return half;
 #else
   const BitsVec bits = (BitsVec)v;
   const BitsVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -189,10 +206,12 @@ PACKFREE_INLINE HalfVec NarrowBf16(Vec<float> v) {
 #endif
 }
 PACKFREE_INLINE Vec<float> WidenFp16(HalfVec half) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   return _mm512_maskz_cvtph_ps((__mmask16)0xffff, (__m256i)half);
-#elif PACKFREE_TIER == 1
+#elif PACKFREE_AVX2
   return _mm256_cvtph_ps((__m128i)half);
+#elif PACKFREE_NEON
+  return vcvt_f32_f16((float16x4_t)half);
 #else
   Vec<float> v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = ToFloat(fp16{half[i]});
@@ -200,10 +219,12 @@ PACKFREE_INLINE Vec<float> WidenFp16(HalfVec half) {
 #endif
 }
 PACKFREE_INLINE HalfVec NarrowFp16(Vec<float> v) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   return (HalfVec)_mm512_maskz_cvtps_ph((__mmask16)0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif PACKFREE_TIER == 1
+#elif PACKFREE_AVX2
   return (HalfVec)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif PACKFREE_NEON
+  return (HalfVec)vcvt_f16_f32(v);
 #else
   HalfVec half;
   for (int i = 0; i < kLanes<float>; ++i) half[i] = Rounder<fp16>::From(v[i]).bits;
@@ -246,10 +267,29 @@ PACKFREE_INLINE void Store(fp16* p, Vec<float> v) {
 // The first n elements at p, 0 <= n <= kLanes<Acc>; the other lanes are 0 and their memory is not touched.
 template <class Acc, class Elem>
 PACKFREE_INLINE Vec<Acc> LoadN(const Elem* p, int n) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   if constexpr (std::is_same_v<Elem, float>) return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
   if constexpr (sizeof(Elem) == 2) {
     const HalfVec half = (HalfVec)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1u), p);
+    if constexpr (std::is_same_v<Elem, bf16>) return WidenBf16(half);
+    if constexpr (std::is_same_v<Elem, fp16>) return WidenFp16(half);
+  }
+#elif PACKFREE_NEON
+  // Lane by lane into a register: a buffer would be put together in the integer unit.
+  if constexpr (std::is_same_v<Elem, float>) {
+    Vec<float> v = {};
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes<float>; ++i) {
+      if (i < n) v[i] = p[i];
+    }
+    return v;
+  }
+  if constexpr (sizeof(Elem) == 2) {
+    HalfVec half = {};
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes<float>; ++i) {
+      if (i < n) half[i] = p[i].bits;
+    }
     if constexpr (std::is_same_v<Elem, bf16>) return WidenBf16(half);
     if constexpr (std::is_same_v<Elem, fp16>) return WidenFp16(half);
   }
@@ -262,7 +302,7 @@ PACKFREE_INLINE Vec<Acc> LoadN(const Elem* p, int n) {
 }
 template <class Elem, class V>
 PACKFREE_INLINE void StoreN(Elem* p, V v, int n) {
-#if PACKFREE_TIER >= 2
+#if PACKFREE_AVX512
   if constexpr (std::is_same_v<Elem, float>) return _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v);
   if constexpr (std::is_same_v<Elem, bf16>)
     return _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1u), (__m256i)NarrowBf16(v));
