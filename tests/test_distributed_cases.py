@@ -3,7 +3,9 @@
 This package has no function that cuts boundaries over ranks; whoever splits heads hands every rank the same ones.
 """
 
+import sys
 from datetime import timedelta
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +13,15 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.harness.kernel import load_kernel
 from tests.harness.packings import Pack
 from tests.harness.properties import cotangents, run_with_gradients
 from tests.ops import EXACT, causal_conv1d, flash_attn_varlen, gated_delta_rule, kda, mamba1_scan, mamba2_scan
-from tests.tiny_models import SETTINGS, assert_gradients_equal, load, pack
+from tests.tiny_models import SETTINGS, assert_gradients_equal, build, load, pack
 
 # How the harness calls each op with heads (or channels) that come in halves, and the axis on which a tensor has them;
 # parameters have them on their first.
@@ -157,3 +161,69 @@ def work(rank, folder):
 def test_c58_ranks_of_unequal_packs(kernel, tmp_path):
     """Three samples beside one of a single token: no hang, and the gradients of one process with both."""
     torch.multiprocessing.spawn(work, args=(str(tmp_path),), nprocs=2)
+
+
+def under_context_parallel(rank, folder):
+    """One of two processes, each given half of a row: what is ours refuses, what is not stays as it is."""
+    torch.set_num_threads(1)
+    load_kernel()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        models = {name: load(name).train() for name in ("llama", "bamba")}
+        other = build("llama", "eager").train()
+        compiled = torch.compile(load("llama", num_hidden_layers=1).train(), backend="eager", fullgraph=True)
+        ids = torch.arange(32)[None] % 60
+        positions = torch.arange(32)[None]
+        with context_parallel(init_device_mesh("cpu", (2,)), buffers=[ids, positions], buffer_seq_dims=[1, 1]):
+            assert ids.shape == (1, 16)
+            for model in (*models.values(), compiled):
+                for call in (dict(position_ids=positions), {}):
+                    # A graph that may not break wraps the error in one of its own.
+                    kinds = (NotImplementedError, torch._dynamo.exc.Unsupported)
+                    with pytest.raises(kinds, match=r"torch\\?'s context_parallel gives each rank a part"):
+                        model(ids, **call)
+            other(ids, position_ids=positions).logits.sum().backward()  # no attention of ours: as without us
+        assert ids.shape == (1, 32)
+        models["bamba"](ids, position_ids=positions).logits.sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_c91_a_row_cut_over_ranks_is_refused(kernel, tmp_path):
+    """Both ranks raise before they compute or wait; afterwards the same models train."""
+    torch.multiprocessing.spawn(under_context_parallel, args=(str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.parametrize("registered", ["with transformers", "as a device mesh"])
+def test_c91_deepspeed_is_recognised(kernel, monkeypatch, registered):
+    """DeepSpeed keeps its sequence-parallel group in one of two modules; these stand in for them."""
+    groups, state = ModuleType("deepspeed.utils.groups"), ModuleType("parallel_state_sp")
+    ranks = 2
+    state._SEQUENCE_PARALLEL_GROUP = object() if registered == "with transformers" else None
+    state.get_sequence_parallel_world_size = lambda: ranks
+    groups.dist = SimpleNamespace(is_initialized=lambda: registered == "as a device mesh")
+    groups._get_sequence_parallel_world_size = lambda: ranks
+    model = load("lfm2").train()
+    monkeypatch.setitem(sys.modules, "deepspeed.utils.groups", groups)
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.sequence_parallel.parallel_state_sp", state)
+    with pytest.raises(NotImplementedError, match=r"Lfm2ForCausalLM .*DeepSpeed's sequence parallelism"):
+        model(**pack("lfm2"))
+    ranks = 1
+    model(**pack("lfm2"))
+
+
+def test_c91_attention_of_other_tokens_than_the_models_is_refused(kernel, monkeypatch):
+    """Whoever gathers or cuts queries between a model and our attention leaves boundaries that do not fit."""
+    model = load("llama").train()
+    name = model.config._attn_implementation
+    ours = ALL_ATTENTION_FUNCTIONS[name]
+
+    def gathered(module, query, key, value, *args, **kwargs):
+        return ours(module, *(torch.cat([tensor, tensor], 2) for tensor in (query, key, value)), *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, gathered)
+    for setting in SETTINGS:
+        with pytest.raises(ValueError, match="boundaries of LlamaForCausalLM cut 1 x 35 tokens"):
+            model(**pack("llama", setting))

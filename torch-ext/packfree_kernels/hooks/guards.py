@@ -92,7 +92,7 @@ def found_in(model: Any, patterns: Dict[str, str]) -> str:
     return ""
 
 
-def _named(model: Any) -> str:
+def named(model: Any) -> str:
     return f"{type(model).__name__} (model type {internals.model_type(getattr(model, 'config', None))!r})"
 
 
@@ -109,7 +109,7 @@ def refuse_packed(model: Any) -> None:
     reason = why_not_packed(model)
     if reason:
         raise ValueError(
-            f"{_named(model)} cannot be trained on packed samples: {reason}. Use padded batches "
+            f"{named(model)} cannot be trained on packed samples: {reason}. Use padded batches "
             "(DataCollatorWithPadding) instead"
         )
 
@@ -131,7 +131,7 @@ def check_loaded(model: Any) -> None:
     reason = found_in(model, internals.LEAKING_MODELS) or found_in(model, internals.ATTENTION_NOT_EXPRESSED)
     if reason:
         raise ValueError(
-            f'{_named(model)} cannot run with attn_implementation="{name}": {reason}. Load it with '
+            f'{named(model)} cannot run with attn_implementation="{name}": {reason}. Load it with '
             'attn_implementation="eager" and train it on padded batches'
         )
     why = _why_not_flash(model)
@@ -139,7 +139,7 @@ def check_loaded(model: Any) -> None:
         return
     if hasattr(config, "vocab_size"):
         raise ValueError(
-            f'{_named(model)} cannot run with attn_implementation="{name}": {why}. Load it with '
+            f'{named(model)} cannot run with attn_implementation="{name}": {why}. Load it with '
             'attn_implementation="eager"'
         )
     stock = model.get_correct_attn_implementation(None, is_init_check=True)

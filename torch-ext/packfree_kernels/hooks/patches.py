@@ -16,6 +16,7 @@ from . import (
     boundaries,
     context,
     counts,
+    engines,
     experts,
     functions,
     guards,
@@ -169,6 +170,7 @@ def _wrap_forward(cls: type) -> None:
             guards.note_model(self, _hooked_modules)
         if not guards.concerns(self):
             return stock(self, *args, **kwargs)
+        engines.refuse_cut_rows(self)
         call = dict(zip(signature.names, args))
         call.update(kwargs)
         found = boundaries.boundaries_of_call(self, call, signature)
@@ -375,7 +377,13 @@ def _attention(stock: Callable) -> Callable:
             if kwargs.get("cu_seq_lens_q") is here.cu_seqlens:
                 kwargs = {name: value for name, value in kwargs.items() if name not in internals.BOUNDARY_KEYWORDS}
         else:
-            if kwargs.get("cu_seq_lens_q") is None and here.fit(batch, length) and key.shape[2] == length:
+            if not here.fit(batch, length) or key.shape[2] != length:
+                raise ValueError(
+                    f"attention: the boundaries of {here.model} cut {here.batch} x {here.length} tokens, and query and "
+                    f"key hold {batch} x {length} and {batch} x {key.shape[2]}. Whatever gives attention other tokens "
+                    "than the model's own (an engine that cuts rows over ranks, a patch) cannot be used with a pack"
+                )
+            if kwargs.get("cu_seq_lens_q") is None:
                 kwargs.update(cu_seq_lens_q=here.cu_seqlens, cu_seq_lens_k=here.cu_seqlens)
                 kwargs.update(max_length_q=here.max_length, max_length_k=here.max_length)
             if attention_mask is not None and not masks.is_ranges(attention_mask):

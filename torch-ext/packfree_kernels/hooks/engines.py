@@ -1,0 +1,44 @@
+"""Engines that give each rank a part of a row: a forward of ours under one would take a part for the whole.
+
+Checked against torch 2.13.0 (``torch.distributed.tensor.experimental.context_parallel``, which Accelerate's ``cp_size``
+uses) and DeepSpeed 0.19.8 (``deepspeed.runtime.sequence_parallel``, which Accelerate's ``sp_size`` and TRL use).
+"""
+
+import sys
+from typing import Any
+
+import torch.nn.functional as F
+
+from . import guards
+
+_TORCH_MODULE = "_context_parallel"
+_DEEPSPEED_GROUPS = "deepspeed.utils.groups"
+_DEEPSPEED_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+
+_WAY_OUT = (
+    "Train with data parallelism (DDP, FSDP, ZeRO) instead, which keeps every row whole; a model of attention alone "
+    'can also be loaded with attn_implementation="sdpa"'
+)
+
+
+def refuse_cut_rows(model: Any) -> None:
+    """Raises NotImplementedError while an engine cuts the rows that ``model`` is given."""
+    engine = _active()
+    if engine:
+        raise NotImplementedError(
+            f"{guards.named(model)}: {engine} gives each rank a part of every row, and the boundaries and states of "
+            f"packfree-kernels do not cross ranks yet. {_WAY_OUT}"
+        )
+
+
+def _active() -> str:
+    """The engine at work in this process, or an empty string."""
+    # While its context lasts, torch puts a function of its own in the place of a builtin.
+    if _TORCH_MODULE in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
+        return "torch's context_parallel"
+    state, groups = sys.modules.get(_DEEPSPEED_STATE), sys.modules.get(_DEEPSPEED_GROUPS)
+    if getattr(state, "_SEQUENCE_PARALLEL_GROUP", None) is not None and state.get_sequence_parallel_world_size() > 1:
+        return "DeepSpeed's sequence parallelism"
+    if groups is not None and groups.dist.is_initialized() and groups._get_sequence_parallel_world_size() > 1:
+        return "DeepSpeed's sequence parallelism"
+    return ""
