@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from . import guards
 
-_TORCH_MODULE = "_context_parallel"
+_TORCH_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 _DEEPSPEED_GROUPS = "deepspeed.utils.groups"
 _DEEPSPEED_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
@@ -34,11 +34,19 @@ def refuse_cut_rows(model: Any) -> None:
 def _active() -> str:
     """The engine at work in this process, or an empty string."""
     # While its context lasts, torch puts a function of its own in the place of a builtin.
-    if _TORCH_MODULE in (getattr(F.scaled_dot_product_attention, "__module__", None) or ""):
+    if getattr(F.scaled_dot_product_attention, "__module__", None) == _TORCH_MODULE:
         return "torch's context_parallel"
+    return "DeepSpeed's sequence parallelism" if _deepspeed() else ""
+
+
+def _deepspeed() -> bool:
+    """Whether DeepSpeed has split its ranks into groups that share a row; once it has, it stays so."""
     state, groups = sys.modules.get(_DEEPSPEED_STATE), sys.modules.get(_DEEPSPEED_GROUPS)
     if getattr(state, "_SEQUENCE_PARALLEL_GROUP", None) is not None and state.get_sequence_parallel_world_size() > 1:
-        return "DeepSpeed's sequence parallelism"
-    if groups is not None and groups.dist.is_initialized() and groups._get_sequence_parallel_world_size() > 1:
-        return "DeepSpeed's sequence parallelism"
-    return ""
+        return True
+    return groups is not None and groups.dist.is_initialized() and groups._get_sequence_parallel_world_size() > 1
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler for it: traced, sys.modules would make
+# every import a reason to compile again.
+_deepspeed._dynamo_marked_constant = True
