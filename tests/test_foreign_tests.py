@@ -39,6 +39,11 @@ class TestTiny:
         model(input_ids=torch.tensor([[3, 4, 5]]))
         assert model.config._attn_implementation == "sdpa"
 
+    @pytest.mark.parametrize("error", ["a mask that shows one to another", "another error"])
+    def test_custom_4d_attention_mask(self, error):
+        if any("packfree" in name for name in sys.modules):
+            raise ValueError(error)
+
     def test_hangs_and_is_left_out_by_k(self):
         import time
         time.sleep(10_000)
@@ -63,7 +68,14 @@ def test_only_what_breaks_with_us_is_reported(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     faults = json.loads(report.read_text())["broken"]
     names = {mode: [test.rpartition("::")[2] for test in tests] for mode, tests in faults.items()}
-    assert names == {"hooks": ["test_breaks_under_hooks"], "attention": ["test_breaks_under_hooks", "test_wants_sdpa"]}
+    errors = ("a mask that shows one to another", "another error")
+    branches = [f"test_custom_4d_attention_mask[{error}]" for error in errors]
+    always = ["test_breaks_under_hooks", *branches]
+    assert {mode: sorted(tests) for mode, tests in names.items()} == {
+        "hooks": sorted(always), "attention": sorted([*always, "test_wants_sdpa"])
+    }  # fmt: skip
+    assert done.stdout.count("BROKEN (hooks)") == 2 and done.stdout.count("refused (hooks)") == 1
+    assert "refused (hooks): their_tests/models/test_modeling_tiny.py::TestTiny::" + branches[0] in done.stdout
     assert "BROKEN (hooks): their_tests/models/test_modeling_tiny.py::TestTiny::test_breaks_under_hooks" in done.stdout
     assert "something is loaded beside transformers" in done.stdout
     lines = done.stdout.splitlines()
@@ -71,8 +83,8 @@ def test_only_what_breaks_with_us_is_reported(tmp_path):
     assert [line.split() for line in lines[head : head + 4]] == [
         ["type", "tests", "without", "hooks", "attention", "broken"],
         ["other", "1", "1", "1", "1", "0"],
-        ["tiny", "5", "3", "2", "1", "3"],
-        ["all", "6", "4", "3", "2", "3"],
+        ["tiny", "7", "5", "2", "1", "7"],
+        ["all", "8", "6", "3", "2", "7"],
     ]
     assert all(len(line) <= 80 for line in lines[: head + 4])
 
