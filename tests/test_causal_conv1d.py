@@ -283,7 +283,8 @@ def test_update_rejects(kernel):
     x, state, weight = torch.randn(2, 6), torch.zeros(2, 6, 3), torch.randn(6, 4)
     with pytest.raises(ValueError, match=r"conv_state must have shape \[2, 6, at least 3\], got \(2, 6, 2\)"):
         kernel.causal_conv1d_update(x, state[:, :, :2], weight)
-    with pytest.raises(RuntimeError, match="conv_state_indices must name different rows of conv_state, or -1 for padding, got 7"):
+    different = "conv_state_indices must name different rows of conv_state, or -1 for padding"
+    with pytest.raises(RuntimeError, match=f"{different}, got 7"):
         kernel.causal_conv1d_update(x, state, weight, conv_state_indices=torch.tensor([0, 7]))
     with pytest.raises(TypeError, match="conv_state must have one of the dtypes float32, got bfloat16"):
         kernel.causal_conv1d_update(x, state.bfloat16(), weight)
