@@ -149,6 +149,12 @@ def test_complex_rates_are_refused(kernel):
         kernel.selective_scan_fn(u, u.abs(), complex_A, torch.randn(1, 4, 6), torch.randn(1, 4, 6))
     with pytest.raises(TypeError, match="A must .* got complex64: complex numbers are not served"):
         kernel.mamba_chunk_scan_combined(**{**scan_inputs(), "A": torch.randn(2, dtype=torch.complex64)})
+    # Its projection has two rows for each state, so the shapes fit only that A.
+    with pytest.raises(TypeError, match="mamba_inner_fn: A must .* got complex64: complex numbers are not served"):
+        kernel.mamba_inner_fn(
+            torch.randn(1, 4, 6), torch.randn(2, 1, 4), None, torch.randn(17, 2), torch.randn(2, 1), torch.randn(3, 2),
+            None, complex_A,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [(3, 1), [3, 1], torch.tensor([3, 1]), torch.tensor([3, 1], dtype=torch.int32)])

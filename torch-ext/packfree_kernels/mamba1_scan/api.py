@@ -194,6 +194,7 @@ def mamba_inner_fn(
     check_dtype(op, "xz", xz, _DTYPES)
     for name, tensor in (("A", A), ("x_proj_weight", x_proj_weight), ("delta_proj_weight", delta_proj_weight)):
         check_tensor(op, name, tensor, 2)
+    check_dtype(op, "A", A, _DTYPES)
     channels, states = A.shape
     rank = delta_proj_weight.shape[1]
     batch, _, length = xz.shape
