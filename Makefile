@@ -5,6 +5,7 @@
 # make check   lint, format rules and ABI of the built variant
 # make sanitize  fuzz kernels and bindings under guard pages and sanitizers; SANITIZE="--inputs 5000" for longer
 # make variants  every variant that this platform can build
+# make emulate  the aarch64 variant on an emulated CPU (downloads up to 3 GB)
 # make variants-check  every CUDA variant in a CUDA build of torch without a GPU (downloads several GB)
 # make fresh   demo and tests in fresh clones and environments, and on other CPUs, compilers and kinds of torch
 # Each needs python3 (3.11 or newer, with venv and headers) and g++ (11 or newer), says what is missing, and sets up
@@ -14,7 +15,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready-$(shell cat requirements.txt tools/environment.py | sha256sum | cut -c1-12)
 
-.PHONY: build demo test bench check variants variants-check sanitize fresh clean
+.PHONY: build demo test bench check variants variants-check emulate sanitize fresh clean
 .DELETE_ON_ERROR:
 
 $(READY): requirements.txt tools/environment.py
@@ -44,6 +45,9 @@ variants: $(READY)
 
 variants-check: variants
 	@$(BIN)/python tools/check_variants.py
+
+emulate: $(READY)
+	@$(BIN)/python tools/emulate.py $(EMULATE)
 
 sanitize: build
 	@$(BIN)/python tools/sanitize.py $(SANITIZE)

@@ -129,14 +129,19 @@ const char* folder = FOLDER;
 """
 
 
-def test_faults_in_a_shared_object(check, tmp_path):
-    variant = check.BUILD / "torch-stable-abi211-cpu-x86_64-linux"
+@pytest.mark.parametrize("compiler", ["g++", "aarch64-linux-gnu-g++"])
+def test_faults_in_a_shared_object(check, tmp_path, compiler):
+    machine = load_tool("toolkits").machine_here() if compiler == "g++" else "aarch64"
+    if shutil.which(compiler) is None and compiler != "g++":
+        pytest.skip("needs Debian's package g++-aarch64-linux-gnu")
+    variant = check.BUILD / f"torch-stable-abi211-cpu-{machine}-linux"
     variant.mkdir(parents=True)
     (variant / "metadata.json").write_text("{}")
     (tmp_path / "faulty.cpp").write_text(FAULTY)
-    command = ["g++", "-shared", "-fPIC", f'-DFOLDER="{check.ROOT}/src"', str(tmp_path / "faulty.cpp")]
+    command = [compiler, "-shared", "-fPIC", f'-DFOLDER="{check.ROOT}/src"', str(tmp_path / "faulty.cpp")]
     command += ["-Wl,--no-as-needed", "-lm", "-lresolv", "-Wl,-rpath,/somewhere", "-o", str(variant / "faulty.abi3.so")]
     subprocess.run(command, check=True)
+    assert list(check.machines()) == []
     abi = "\n".join(check.abi())
     assert "c10::outside_the_stable_abi" in abi and "PyUnicode_AsUTF8AndSize" in abi and "exp" in abi
     assert "1 ABI version mismatches" in "\n".join(check.abi3audit())

@@ -86,5 +86,6 @@ def test_intrinsics_stay_in_the_simd_layer():
     for path in (ROOT / "kernel_src").rglob("*"):
         name = path.relative_to(ROOT / "kernel_src").as_posix()
         if path.is_file() and not name.startswith("cpu/simd/"):
-            found = re.search(r"\b_mm\d*_\w+|\b__m\d+\w*", path.read_text())
+            x86, arm = r"\b_mm\d*_\w+|\b__m\d+\w*", r"\bv[a-z]\w*_[fsu](16|32|64)\b|\b\w+\dx\d_t\b"
+            found = re.search(f"{x86}|{arm}", path.read_text())
             assert found is None, f"{name} uses {found.group()}"
