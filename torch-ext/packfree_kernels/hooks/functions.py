@@ -6,7 +6,8 @@ package has none yet, a call with boundaries is an error: the stock function wou
 """
 
 import importlib
-from typing import Any, Callable, Dict, Optional, Tuple
+import inspect
+from typing import Any, Callable, Dict, FrozenSet, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -112,9 +113,18 @@ def _device_of(boundaries: Any) -> torch.device:
     return boundaries.device if isinstance(boundaries, Tensor) else torch.device("cpu")
 
 
-def _pick(keywords: Dict[str, Any], *names: str) -> Dict[str, Any]:
+# Told by what find_boundaries gives, or, like the sizes of chunks, without a meaning for the result.
+_NOT_HANDED_ON = ("cu_seqlens", "seq_idx", "position_ids", "cu_seqlens_cpu", "chunk_indices")
+
+
+def _keywords_of(ours: Callable, *but: str) -> FrozenSet[str]:
+    """Every argument that our function takes, which are upstream's, but boundaries and those named."""
+    return frozenset(inspect.signature(ours).parameters) - {*_NOT_HANDED_ON, *but}
+
+
+def _pick(keywords: Dict[str, Any], names: FrozenSet[str]) -> Dict[str, Any]:
     """The keywords our function knows. The rest is what models hand to every layer, for example num_items_in_batch."""
-    return {name: keywords[name] for name in names if keywords.get(name) is not None}
+    return {name: value for name, value in keywords.items() if name in names and value is not None}
 
 
 def _keywords_only(name: str, after: str, args: Tuple[Any, ...]) -> None:
@@ -130,6 +140,8 @@ def _model() -> str:
 
 
 def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
+    known = _keywords_of(ours, "activation")
+
     def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **keywords: Any) -> Any:
         cuts = find_boundaries(name, x.shape[0], x.shape[-1], x.device, keywords)
         if cuts is None:
@@ -141,7 +153,7 @@ def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
                 f"{WIDTHS[0]} to {WIDTHS[-1]}, so packed samples would mix. "
                 "Train it on padded batches (DataCollatorWithPadding)"
             )
-        given = _pick(keywords, "initial_states", "return_final_states")
+        given = _pick(keywords, known)
         activation = keywords.get("activation")
         if activation in ACTIVATIONS:
             return ours(x, weight, bias, activation=activation, **given, **cuts)
@@ -153,32 +165,24 @@ def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
     return causal_conv1d_fn
 
 
-_DELTA_RULE = (
-    "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
-    "A_log", "dt_bias", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "transpose_state_layout",
-    "cp_context",
-)  # fmt: skip
-_KDA_GATE = ("safe_gate", "lower_bound")
+def _delta_rule(name: str, stock: Callable, ours: Callable) -> Callable:
+    """The gated delta rule and KDA."""
+    known = _keywords_of(ours, "chunk_size")
 
+    def delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> Any:
+        cuts = find_boundaries(name, q.shape[0], q.shape[1], q.device, keywords)
+        if cuts is None:
+            return stock(q, k, v, *args, **keywords)
+        _keywords_only(name, "beta", args[2:])
+        decay_and_beta = dict(zip(("g", "beta"), args))
+        return ours(q, k, v, **decay_and_beta, **_pick(keywords, known), **cuts)
 
-def _delta_rule(*known: str) -> Callable[..., Callable]:
-    """The gated delta rule and KDA; ``known`` are the keywords of ours."""
-
-    def build(name: str, stock: Callable, ours: Callable) -> Callable:
-        def delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> Any:
-            cuts = find_boundaries(name, q.shape[0], q.shape[1], q.device, keywords)
-            if cuts is None:
-                return stock(q, k, v, *args, **keywords)
-            _keywords_only(name, "beta", args[2:])
-            decay_and_beta = dict(zip(("g", "beta"), args))
-            return ours(q, k, v, **decay_and_beta, **_pick(keywords, *known), **cuts)
-
-        return delta_rule
-
-    return build
+    return delta_rule
 
 
 def _mamba2_scan(name: str, stock: Callable, ours: Callable) -> Callable:
+    known = _keywords_of(ours)
+
     def mamba_chunk_scan_combined(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
     ) -> Any:
@@ -187,17 +191,15 @@ def _mamba2_scan(name: str, stock: Callable, ours: Callable) -> Callable:
             return stock(x, dt, A, B, C, *args, **keywords)
         _keywords_only(name, "chunk_size", args[1:])
         chunk_size = dict(zip(("chunk_size",), args))
-        given = _pick(
-            keywords, "chunk_size", "D", "z", "dt_bias", "dt_softplus", "dt_limit", "initial_states",
-            "return_final_states",
-        )  # fmt: skip
-        return ours(x, dt, A, B, C, **chunk_size, **given, **cuts)
+        return ours(x, dt, A, B, C, **chunk_size, **_pick(keywords, known), **cuts)
 
     return mamba_chunk_scan_combined
 
 
 def _mamba1_scan(name: str, stock: Callable, ours: Callable) -> Callable:
     # transformers' use_mambapy and use_associative_scan choose between its own forms of the scan; ours is neither.
+    known = _keywords_of(ours)
+
     def selective_scan_fn(
         u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
     ) -> Any:
@@ -205,8 +207,7 @@ def _mamba1_scan(name: str, stock: Callable, ours: Callable) -> Callable:
         if cuts is None:
             return stock(u, delta, A, B, C, *args, **keywords)
         _keywords_only(name, "C", args)
-        given = _pick(keywords, "D", "z", "delta_bias", "delta_softplus", "return_last_state")
-        return ours(u, delta, A, B, C, **given, **cuts)
+        return ours(u, delta, A, B, C, **_pick(keywords, known), **cuts)
 
     return selective_scan_fn
 
@@ -248,8 +249,8 @@ def _not_served(name: str, stock: Callable) -> Callable:
 # THE TABLE: the name under which transformers registers a function -> what builds its replacement.
 REPLACEMENTS: Dict[str, Callable[..., Callable]] = {
     "causal_conv1d_fn": _causal_conv1d,
-    "chunk_gated_delta_rule": _delta_rule(*_DELTA_RULE),
-    "chunk_kda": _delta_rule(*_DELTA_RULE, *_KDA_GATE),
+    "chunk_gated_delta_rule": _delta_rule,
+    "chunk_kda": _delta_rule,
     "mamba_chunk_scan_combined": _mamba2_scan,
     "mamba_split_conv1d_scan_combined": _step_by_step(time_dim=1),
     "selective_scan_fn": _mamba1_scan,
