@@ -9,7 +9,7 @@ import torch
 from tests.harness import properties
 from tests.harness.packings import Pack
 from tests.harness.properties import assert_same_bits, run_with_gradients
-from tests.ops import gated_delta_rule, kda
+from tests.ops import kda
 from tests.ops.delta_rules import CASES, Case
 from tests.test_delta_rules import check_forward, every_function, every_rule
 
@@ -222,7 +222,7 @@ def test_c46_state_is_handed_on(kernel, rule):
 
 @every_function
 def test_c55_arguments_are_named(kernel, rule, function):
-    """Upstream's come first (test_upstream_signatures.py); boundaries that it lacks are keywords, and no name is lost."""
+    """Upstream's come first (test_upstream_signatures.py); boundaries that it lacks are keywords."""
     parameters = inspect.signature(getattr(kernel, function)).parameters
     assert list(parameters)[-2:] == ["seq_idx", "position_ids"]
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ("seq_idx", "position_ids"))
