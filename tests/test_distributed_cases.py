@@ -4,6 +4,7 @@ This package has no function that cuts boundaries over ranks; whoever splits hea
 """
 
 import sys
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 
@@ -137,15 +138,23 @@ def sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
-def work(rank, folder):
-    """One of two processes: the same three steps in one process, under DDP and under FSDP."""
+@contextmanager
+def one_of_two_processes(rank, folder):
+    """A group of two, in which a collective that waits for a minute is a hang."""
     torch.set_num_threads(1)
     load_kernel()
-    # A collective that waits for longer than this is a hang.
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def work(rank, folder):
+    """One of two processes: the same three steps in one process, under DDP and under FSDP."""
+    with one_of_two_processes(rank, folder):
         alone = load("bamba").train()
         expected = train(alone, lambda step: loss_of(alone, 0, step) + loss_of(alone, 1, step))
         for wrap in (DistributedDataParallel, sharded):
@@ -154,8 +163,6 @@ def work(rank, folder):
             steps = train(model, lambda step, model=model: 2 * loss_of(model, rank, step))
             for got, want in zip(steps, expected, strict=True):
                 assert_gradients_equal(got, want)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_c58_ranks_of_unequal_packs(kernel, tmp_path):
@@ -165,12 +172,7 @@ def test_c58_ranks_of_unequal_packs(kernel, tmp_path):
 
 def under_context_parallel(rank, folder):
     """One of two processes, each given half of a row: what is ours refuses, what is not stays as it is."""
-    torch.set_num_threads(1)
-    load_kernel()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    try:
+    with one_of_two_processes(rank, folder):
         models = {name: load(name).train() for name in ("llama", "bamba")}
         other = build("llama", "eager").train()
         compiled = torch.compile(load("llama", num_hidden_layers=1).train(), backend="eager", fullgraph=True)
@@ -187,8 +189,6 @@ def under_context_parallel(rank, folder):
             other(ids, position_ids=positions).logits.sum().backward()  # no attention of ours: as without us
         assert ids.shape == (1, 32)
         models["bamba"](ids, position_ids=positions).logits.sum().backward()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_c91_a_row_cut_over_ranks_is_refused(kernel, tmp_path):
