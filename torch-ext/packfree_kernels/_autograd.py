@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.autograd.function import _SingleLevelFunction
 
 from ._ops import add_op_namespace_prefix, ops
 
@@ -185,9 +186,8 @@ def _register(
             return (None,) * (1 + len(op._schema.arguments))
         return (None, *gradients(ctx, of_outputs))
 
-    node = type(
-        name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    )
+    # Not torch.autograd.Function, whose apply begins with the transforms of torch.func; Autograd is below them.
+    node = type(name, (_SingleLevelFunction,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         # The dispatcher leaves out trailing arguments that have their default value.
@@ -198,12 +198,10 @@ def _register(
         wants_gradients = any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments)
         if not (wants_gradients and torch.is_grad_enabled()):
             return _run_below(op, keyset, arguments, updated)
-        if not torch._C._are_functorch_transforms_active():
-            return node.apply(keyset, *arguments)
-        # Here a transform of torch.func has this op's arguments at its own level and wants one node there, like those
-        # of PyTorch's own ops. Function.apply would begin with the transforms again, and Autograd is below them.
+        # A transform of torch.func has this op's arguments at its own level and wants one node there, like those of
+        # PyTorch's own ops.
         with enable_single_level_autograd_function():
-            return super(torch.autograd.Function, node).apply(keyset, *arguments)
+            return node.apply(keyset, *arguments)
 
     _library.impl(f"{_PREFIX}{name}", kernel, "Autograd", with_keyset=True)
 
