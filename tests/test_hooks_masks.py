@@ -1,5 +1,8 @@
 """Attention that sees more than causal: blocks and prefixes whose tokens see each other both ways, and chains."""
 
+import importlib
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -116,7 +119,10 @@ def test_a_decoder_turned_encoder():
 def from_vision(module, *layers):
     """The masks of a Gemma type for these kinds of layers."""
 
-    def masks(config, **call):
+    def masks(config, past_key_values, **call):
+        taken = inspect.signature(module.create_masks_for_vision_model).parameters
+        # Renamed in transformers 5.24.
+        call["past_key_values" if "past_key_values" in taken else "cache"] = past_key_values
         marks = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]])
         numbered = module.get_block_sequence_ids_for_mask(marks, device=torch.device("cpu"))
         found = module.create_masks_for_vision_model(config, block_sequence_ids=numbered, **call)
@@ -203,6 +209,60 @@ def test_chains_equal_eager_and_do_not_join_across_samples():
     apart = dict(batches[0], sequence_id=torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 0]]))
     with pytest.raises(ValueError, match="esmc: tokens of one sequence_id must lie side by side .* in several pieces"):
         model(**apart)
+
+
+@pytest.fixture
+def of_positions(kernel, monkeypatch):
+    """What transformers from 5.23 on lays over the mask of a pack, or the same for an older release."""
+
+    def remap_positions_for_packed_sequence(mask_function, position_ids):
+        return lambda b, h, q, k: mask_function(b, h, position_ids[b, q], position_ids[b, k])
+
+    tiny_models.load("mistral")
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        masks = importlib.import_module(f"{kernel.__name__}.hooks.masks")
+        name, stand_in = "remap_positions_for_packed_sequence", remap_positions_for_packed_sequence
+        monkeypatch.setattr(masking_utils, name, masks._noting(name, stand_in), raising=False)
+    return lambda *parts: masking_utils.remap_positions_for_packed_sequence(*parts)
+
+
+POSITIONS, CHAINS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]), torch.tensor([[0] * 5 + [1] * 3])
+
+
+def ours_of(mask_function):
+    config = tiny_models.load("mistral", sliding_window=3).config
+    mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[NAME]
+    return mask(batch_size=1, q_length=8, kv_length=8, mask_function=mask_function, config=config)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "window both ways", "blocks"])
+def test_positions_in_a_chain_say_what_places_in_the_row_say(of_positions, kind):
+    window, causal = masking_utils.sliding_window_overlay(3), masking_utils.causal_mask_function
+    inner = {
+        "causal": causal,
+        "window": masking_utils.and_masks(window, causal),
+        "window both ways": masking_utils.sliding_window_bidirectional_overlay(2),
+        # Gemma 3's; read at a position, the blocks would be those of the first sample.
+        "blocks": masking_utils.or_masks(
+            causal, masking_utils.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, -1, 1, 1, -1]]))
+        ),
+    }[kind]
+    chains = masking_utils.packed_sequence_mask_function(CHAINS)
+    got = ours_of(masking_utils.and_masks(of_positions(inner, POSITIONS), chains))
+    wanted = ours_of(masking_utils.and_masks(inner, chains))
+    assert (got is None) == (wanted is None) == (kind in ("causal", "window"))
+    assert got is None or torch.equal(got, wanted)
+
+
+def test_an_unknown_mask_of_positions_is_refused_by_its_own_name(of_positions):
+    def every_second_key(batch, head, query, key):
+        return key % 2 == 0
+
+    chains = masking_utils.packed_sequence_mask_function(CHAINS)
+    either = masking_utils.or_masks(masking_utils.causal_mask_function, every_second_key)
+    for mask_function in (every_second_key, either):
+        with pytest.raises(ValueError, match="mistral: its attention mask must be .* mask function .*every_second"):
+            ours_of(masking_utils.and_masks(of_positions(mask_function, POSITIONS), chains))
 
 
 # ---- what is refused ----

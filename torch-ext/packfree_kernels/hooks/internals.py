@@ -66,6 +66,7 @@ MASK_BUILDERS = (
     "sliding_window_bidirectional_overlay",
     "blockwise_overlay",
     "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",  # from 5.23 on
 )
 # Model types that give each image's stretch of tokens a number of its own.
 NUMBERED_BLOCKS = ("gemma3*", "gemma4*", "diffusion_gemma*")

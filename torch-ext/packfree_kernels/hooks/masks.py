@@ -26,6 +26,7 @@ from .undo import UndoList
 # What a description is made of, besides ``causal``, ``bidirectional``, ``and_masks`` and ``or_masks``.
 _WINDOW, _WINDOW_BOTH_WAYS = "sliding_window_overlay", "sliding_window_bidirectional_overlay"
 _BLOCKS, _CHAINS = "blockwise_overlay", "packed_sequence_mask_function"
+_OF_POSITIONS = "remap_positions_for_packed_sequence"
 _UNKNOWN = "unknown"
 
 Range = Tuple[Tensor, Tensor]
@@ -52,7 +53,18 @@ def _noting(name: str, stock: Callable) -> Callable:
     return build
 
 
+def _of_places(function: Callable) -> Callable:
+    """What transformers from 5.23 on wraps in a pack, to call it with positions in the sample instead of in the row.
+
+    It does so beside chains of such positions, where a difference of two is that of their places; and blocks are those
+    of the row, which places find and positions do not.
+    """
+    name, parts = getattr(function, "packfree_mask", ("", ()))
+    return parts[0] if name == _OF_POSITIONS else function
+
+
 def _description(function: Callable) -> Tuple[str, Tuple[Any, ...]]:
+    function = _of_places(function)
     plain = internals.plain_mask_name(function)
     return (plain, ()) if plain else getattr(function, "packfree_mask", (_UNKNOWN, ()))
 
@@ -69,6 +81,7 @@ def _kinds(function: Callable) -> FrozenSet[str]:
 def _first_unknown(function: Callable) -> str:
     name, parts = _description(function)
     if name == _UNKNOWN:
+        function = _of_places(function)
         return getattr(function, "__qualname__", type(function).__name__)
     names = [_first_unknown(part) for part in parts] if name in ("and_masks", "or_masks") else []
     return next((found for found in names if found), "")
