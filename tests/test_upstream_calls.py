@@ -132,7 +132,7 @@ def test_state_dtype(kernel):
         )
         for left, right in zip(ours, expected):
             assert_same_bits("state_dtype", left, right)
-    with pytest.raises(TypeError, match="mamba_chunk_scan_combined: state_dtype must be a floating dtype of torch"):
+    with pytest.raises(TypeError, match="mamba_chunk_scan_combined: state_dtype must be a dtype or None"):
         kernel.mamba_chunk_scan_combined(**inputs, state_dtype="float32")
     fused = (torch.randn(1, 9, 22), torch.randn(14, 4), None, torch.randn(2), -torch.rand(2), torch.randn(2), 4)
     out = kernel.mamba_split_conv1d_scan_combined(*fused, headdim=3, state_dtype=torch.float32)

@@ -1,6 +1,22 @@
 """Wording of argument errors: one form for the whole package, ``op: argument must ..., got ...``."""
 
-from typing import Optional, Sequence
+import functools
+import inspect
+import math
+import numbers
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    NamedTuple,
+    Optional,
+    Sequence,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -49,3 +65,95 @@ def check_served(op: str, argument: str, tensor: Tensor) -> None:
 def check_same_device(op: str, argument: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise value_error(op, argument, f"be on {device} like the first argument", tensor.device)
+
+
+# ---- kinds of arguments, as their annotations tell ----
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Kind(NamedTuple):
+    """``holds`` for what an argument may be, in words what it ``must`` be, and what else is wrong with such a value."""
+
+    holds: Callable[[Any], bool]
+    must: str
+    is_number: bool = False
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_flag(value: object) -> bool:
+    # None and 0 mean False and 1 means True, as callers of upstream write; NumPy's own kind is no bool.
+    if isinstance(value, (bool, int)):
+        return value in (0, 1)
+    return value is None or isinstance(value, torch.SymBool) or type(value).__name__ in ("bool", "bool_")
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def _is_pair_of_numbers(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_number, value))
+
+
+_KINDS: Dict[Any, _Kind] = {
+    Tensor: _Kind(_is_tensor, "be a tensor"),
+    bool: _Kind(_is_flag, "be True or False"),
+    int: _Kind(is_integer, "be an int"),
+    float: _Kind(_is_number, "be a number", is_number=True),
+    torch.dtype: _Kind(lambda value: isinstance(value, torch.dtype), "be a dtype"),
+    tuple: _Kind(_is_pair_of_numbers, "be a pair of numbers"),
+}
+
+
+def _kind_of(annotation: Any) -> Optional[_Kind]:
+    """The kind that an annotation means, or None where the function looks for itself."""
+    parts = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+    known = [_KINDS.get(get_origin(part) or part) for part in parts if part is not type(None)]
+    if None in known:
+        return None
+    optional = len(known) < len(parts)
+    return _Kind(
+        lambda value: (optional and value is None) or any(kind.holds(value) for kind in known),
+        " or ".join(kind.must for kind in known).replace(" or be ", " or ") + (" or None" if optional else ""),
+        any(kind.is_number for kind in known),
+    )
+
+
+def with_checked_kinds(function: Function) -> Function:
+    """``function``, which begins with an error by name for an argument that is none of what its annotation says.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: a number is NaN.
+    """
+    op, names = function.__name__, tuple(inspect.signature(function).parameters)
+    found = {name: _kind_of(annotation) for name, annotation in get_type_hints(function).items() if name in names}
+    kinds = {name: kind for name, kind in found.items() if kind is not None}
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        for name, value in zip(names, arguments):
+            if name in kinds:
+                _check_kind(op, name, kinds[name], value)
+        for name, value in named.items():
+            if name in kinds:
+                _check_kind(op, name, kinds[name], value)
+        return function(*arguments, **named)
+
+    return checked
+
+
+def _check_kind(op: str, name: str, kind: _Kind, value: object) -> None:
+    if not kind.holds(value):
+        plain = isinstance(value, (str, bool, int, float, complex, tuple, list, type(None)))
+        raise type_error(op, name, kind.must, repr(value)[:80] if plain else type(value).__name__)
+    if kind.is_number and isinstance(value, float) and math.isnan(value):
+        raise value_error(op, name, kind.must, value)

@@ -14,7 +14,6 @@ from ._checks import (
     check_served,
     check_shape,
     check_tensor,
-    type_error,
     value_error,
 )
 from ._gates import sigmoid
@@ -74,9 +73,7 @@ def check_by_token(op: str, name: str, tensor: Tensor, v: Tensor, channels: str 
     check_shape(op, name, tensor, shape, f"{letters}]")
 
 
-def checked_number(op: str, argument: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise type_error(op, argument, "be a number or None", repr(value))
+def checked_finite(op: str, argument: str, value: float) -> float:
     if not math.isfinite(value):
         raise value_error(op, argument, "be finite", value)
     return float(value)
@@ -201,7 +198,7 @@ def run_packed(
     value_heads, value_dim = v.shape[2:]
     packing = resolve_packing(op, batch, length, q.device, options.cu_seqlens, options.seq_idx, options.position_ids)
     _check_host_offsets(op, options.cu_seqlens_cpu, options.cu_seqlens, packing)
-    scale = key_dim**-0.5 if options.scale is None else checked_number(op, "scale", options.scale)
+    scale = key_dim**-0.5 if options.scale is None else checked_finite(op, "scale", options.scale)
     out_dtype, dtype, wide = q.dtype, widest_dtype(q, k, v), sum_dtype(q, k, v)
     initial_state = None
     if options.initial_state is not None:

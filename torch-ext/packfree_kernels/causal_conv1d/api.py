@@ -5,7 +5,15 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, value_error
+from .._checks import (
+    check_dtype,
+    check_same_device,
+    check_served,
+    check_shape,
+    check_tensor,
+    value_error,
+    with_checked_kinds,
+)
 from .._ops import ops
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers the gradient
@@ -15,6 +23,7 @@ WIDTHS = range(2, 9)  # of the filter that both functions take
 ACTIVATIONS = (None, "silu", "swish")  # what both functions apply
 
 
+@with_checked_kinds
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -97,6 +106,7 @@ def causal_conv1d_fn(
     return (y, final_states) if return_final_states else y
 
 
+@with_checked_kinds
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -173,5 +183,9 @@ def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Optional[Tensor], ac
         check_dtype(op, "bias", bias, _DTYPES)
         check_same_device(op, "bias", bias, x.device)
         check_shape(op, "bias", bias, (x.shape[1],), "[D]")
-    if activation not in ACTIVATIONS:
-        raise value_error(op, "activation", "be None, 'silu' or 'swish'", repr(activation))
+    check_activation(op, activation)
+
+
+def check_activation(op: str, activation: Optional[str]) -> None:
+    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
+        raise value_error(op, "activation", "be None, 'silu' or 'swish'", repr(activation)[:80])

@@ -6,7 +6,17 @@ from typing import Any, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, type_error, value_error
+from .._checks import (
+    check_dtype,
+    check_same_device,
+    check_served,
+    check_shape,
+    check_tensor,
+    is_integer,
+    type_error,
+    value_error,
+    with_checked_kinds,
+)
 from .._ops import ops
 from ..packing import Boundaries, check_cu_seqlens, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
@@ -28,6 +38,7 @@ _INSTEAD = {
 }
 
 
+@with_checked_kinds
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -138,6 +149,7 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@with_checked_kinds
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -192,8 +204,9 @@ def _checked_window(op: str, window_size: Window) -> Tuple[int, int]:
             must = "be two numbers, or a tensor on the CPU (a look at another would wait for the GPU)"
             raise value_error(op, "window_size", must, f"a tensor on {window_size.device}")
         window_size = window_size.tolist()
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise value_error(op, "window_size", "be (left, right)", window_size)
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not (pair and all(map(is_integer, window_size))):
+        raise type_error(op, "window_size", "be (left, right), two ints", repr(window_size)[:80])
     left, right = window_size
     return left, right
 
@@ -254,7 +267,7 @@ def _attend(
     """The op on checked q, k, v, offsets and ranges; returns out ``[Tq, H, V]`` and lse ``[H, Tq]``."""
     if not 0 <= dropout_p < 1:
         raise value_error(op, "dropout_p", "lie in [0, 1)", dropout_p)
-    if softcap is None or softcap < 0:
+    if softcap < 0:
         raise value_error(op, "softcap", "be 0 (off) or positive", softcap)
     left, right = _checked_window(op, window_size)
     if s_aux is not None:

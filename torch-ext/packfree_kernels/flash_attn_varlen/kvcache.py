@@ -6,12 +6,22 @@ import torch
 from torch import Tensor
 
 from .._autograd import refuse_backward, refuse_graph_of_updated, refuse_tangents
-from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, type_error, value_error
+from .._checks import (
+    check_dtype,
+    check_same_device,
+    check_served,
+    check_shape,
+    check_tensor,
+    type_error,
+    value_error,
+    with_checked_kinds,
+)
 from .api import _DTYPES, Window, _attend, _check_heads, _refuse
 
 Lengths = Union[int, Tensor]
 
 
+@with_checked_kinds
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

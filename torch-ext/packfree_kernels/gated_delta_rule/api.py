@@ -5,7 +5,7 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_shape, check_tensor, value_error
+from .._checks import check_dtype, check_same_device, check_shape, check_tensor, value_error, with_checked_kinds
 from .._delta_rule import (
     DTYPES,
     Options,
@@ -26,6 +26,7 @@ from ..packing import Boundaries
 from . import autograd  # noqa: F401  registers fakes and gradients
 
 
+@with_checked_kinds
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -139,6 +140,7 @@ def chunk_gated_delta_rule(
     return run_packed(op, ops.gated_delta_rule_fwd, q, k, v, g, beta, (), options, decay)
 
 
+@with_checked_kinds
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

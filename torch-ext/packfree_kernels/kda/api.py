@@ -4,7 +4,7 @@ from typing import Any, Optional, Tuple
 
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_tensor, type_error, value_error
+from .._checks import check_dtype, check_same_device, check_tensor, value_error, with_checked_kinds
 from .._delta_rule import (
     DTYPES,
     Options,
@@ -12,7 +12,7 @@ from .._delta_rule import (
     check_chunks,
     check_heads,
     check_no_gate,
-    checked_number,
+    checked_finite,
     checked_rate,
     refuse_context_parallel,
     run_packed,
@@ -26,6 +26,7 @@ from . import autograd  # noqa: F401  registers fakes and gradients
 Gate = Tuple[Optional[Tensor], Optional[Tensor], Optional[float]]
 
 
+@with_checked_kinds
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -145,6 +146,7 @@ def chunk_kda(
     return run_packed(op, ops.kda_fwd, q, k, v, g, beta, gate, options)
 
 
+@with_checked_kinds
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -191,8 +193,6 @@ def fused_recurrent_kda(
 def _check_graph(op: str, use_graph: bool, max_num_seqs: Optional[int], cu_seqlens: Optional[Boundaries]) -> None:
     if max_num_seqs is None:
         return
-    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int):
-        raise type_error(op, "max_num_seqs", "be an int or None", repr(max_num_seqs))
     if use_graph and cu_seqlens is not None and len(cu_seqlens) - 1 != max_num_seqs:
         raise value_error(op, "max_num_seqs", f"be the {len(cu_seqlens) - 1} sequences of cu_seqlens", max_num_seqs)
 
@@ -210,7 +210,7 @@ def _checked_gate(
 ) -> Gate:
     """The gate's parameters as the kernels take them: A_log ``[HV]``, dt_bias ``[HV, K]``, in fp32 or fp64."""
     if lower_bound is not None:
-        lower_bound = checked_number(op, "lower_bound", lower_bound)
+        lower_bound = checked_finite(op, "lower_bound", lower_bound)
         if lower_bound >= 0:
             raise value_error(op, "lower_bound", "be negative", lower_bound)
     if not use_gate:

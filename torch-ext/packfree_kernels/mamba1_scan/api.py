@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_served, check_shape, check_tensor, value_error
+from .._checks import (
+    check_dtype,
+    check_same_device,
+    check_served,
+    check_shape,
+    check_tensor,
+    value_error,
+    with_checked_kinds,
+)
 from .._ops import ops
 from ..causal_conv1d import causal_conv1d_fn
 from ..packing import Boundaries, resolve_packing
@@ -15,6 +23,7 @@ from . import autograd  # noqa: F401  registers the gradient
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@with_checked_kinds
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,
@@ -122,6 +131,7 @@ def selective_scan_fn(
     return (y, packing.gather_states(last_states)) if return_last_state else y
 
 
+@with_checked_kinds
 def mamba_inner_fn(
     xz: Tensor,
     conv1d_weight: Tensor,

@@ -14,6 +14,7 @@ from .._checks import (
     check_tensor,
     type_error,
     value_error,
+    with_checked_kinds,
 )
 from .._ops import ops
 from ..packing import Boundaries, resolve_packing
@@ -24,6 +25,7 @@ _DTYPES = FLOAT_DTYPES + (torch.float64,)
 Result = Union[Tensor, Tuple[Tensor, ...]]
 
 
+@with_checked_kinds
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
@@ -157,6 +159,7 @@ def mamba_chunk_scan_combined(
     return (y,) + (states,) * (bool(return_final_states) + bool(return_varlen_states))
 
 
+@with_checked_kinds
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -291,9 +294,7 @@ def _check_update(
         check_shape(op, "z", z, x.shape, f"{letters}]")
 
 
-def check_chunk_size(op: str, chunk_size: object) -> None:
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise type_error(op, "chunk_size", "be an int", repr(chunk_size))
+def check_chunk_size(op: str, chunk_size: int) -> None:
     if chunk_size < 1:
         raise value_error(op, "chunk_size", "be at least 1", chunk_size)
 
@@ -368,8 +369,6 @@ def _checked_skip(op: str, D: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
 
 
 def _checked_limit(op: str, dt_limit: Tuple[float, float]) -> Tuple[float, float]:
-    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
-        raise type_error(op, "dt_limit", "be a pair of numbers", repr(dt_limit))
     low, high = (float(value) for value in dt_limit)
     if not low <= high:
         raise value_error(op, "dt_limit", "be (smallest, largest)", dt_limit)

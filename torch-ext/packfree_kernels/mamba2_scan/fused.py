@@ -6,14 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_dtype, check_same_device, check_shape, check_tensor, type_error, value_error
+from .._checks import (
+    check_dtype,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    value_error,
+    with_checked_kinds,
+)
 from ..causal_conv1d import causal_conv1d_fn
+from ..causal_conv1d.api import check_activation
 from ..packing import Boundaries, resolve_packing
 from .api import check_chunk_size, check_state_dtype, mamba_chunk_scan_combined
 
 _OP = "mamba_split_conv1d_scan_combined"
 
 
+@with_checked_kinds
 def mamba_split_conv1d_scan_combined(
     zxbcdt: Tensor,
     conv1d_weight: Tensor,
@@ -92,6 +101,7 @@ def mamba_split_conv1d_scan_combined(
     heads, head_dim = _checked_heads(D, headdim, ngroups)
     inner = heads * head_dim
     state_dim = _checked_state_dim(conv1d_weight, inner, ngroups)
+    check_activation(_OP, activation)
     check_chunk_size(_OP, chunk_size)
     check_state_dtype(_OP, state_dtype)
     check_tensor(_OP, "zxbcdt", zxbcdt, 3)
@@ -175,8 +185,6 @@ def _checked_heads(D: Tensor, headdim: Optional[int], ngroups: int) -> Tuple[int
         raise value_error(_OP, "headdim", f"be the {head_dim} columns of D", headdim)
     if head_dim < 1 or heads < 1:
         raise value_error(_OP, "headdim", "be at least 1, with at least one head", (heads, head_dim))
-    if isinstance(ngroups, bool) or not isinstance(ngroups, int):
-        raise type_error(_OP, "ngroups", "be an int", repr(ngroups))
     if ngroups < 1 or heads % ngroups != 0:
         raise value_error(_OP, "ngroups", f"divide the {heads} heads", ngroups)
     return heads, head_dim
