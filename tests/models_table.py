@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import load_kernel  # sets the environment before transformers is imported
 from tests.tiny_models import (
+    CONFIG_MAPPING,
     EAGER_ONLY,
     ENCODERS,
     MODELS,
@@ -22,6 +23,7 @@ from tests.tiny_models import (
     build,
     check_generation,
     check_packed_equals_alone,
+    config,
     load,
     run,
 )
@@ -48,6 +50,10 @@ def outcome(check, *arguments):
 
 def cells(model_type, kernel):
     """A row of the table without the model's name."""
+    try:
+        config(model_type)
+    except Exception as error:  # another release of transformers may want another configuration
+        return [f"not built: {type(error).__name__}", "–", "–"]
     if model_type not in MODELS:
         try:
             load(model_type)
@@ -71,7 +77,8 @@ def main():
     torch.set_num_threads(1)
     kernel = load_kernel()
     rows = []
-    for model_type in sorted(MODELS) + sorted({**REFUSED, **EAGER_ONLY}):
+    # Older releases of transformers lack some types.
+    for model_type in filter(CONFIG_MAPPING.__contains__, sorted(MODELS) + sorted({**REFUSED, **EAGER_ONLY})):
         rows.append(f"| {model_type} | {' | '.join(cells(model_type, kernel))} |")
     print(HEADER, *rows, sep="\n")
     sys.exit(any("**" in row for row in rows))

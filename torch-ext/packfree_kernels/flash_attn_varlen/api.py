@@ -204,9 +204,10 @@ def _checked_window(op: str, window_size: Window) -> Tuple[int, int]:
             must = "be two numbers, or a tensor on the CPU (a look at another would wait for the GPU)"
             raise value_error(op, "window_size", must, f"a tensor on {window_size.device}")
         window_size = window_size.tolist()
-    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not (pair and all(map(is_integer, window_size))):
-        raise type_error(op, "window_size", "be (left, right), two ints", repr(window_size)[:80])
+    if not (isinstance(window_size, (tuple, list)) and all(map(is_integer, window_size))):
+        raise type_error(op, "window_size", "be two ints (left, right)", repr(window_size)[:80])
+    if len(window_size) != 2:
+        raise value_error(op, "window_size", "be (left, right)", window_size)
     left, right = window_size
     return left, right
 
