@@ -1,7 +1,6 @@
 #include "cpu/causal_conv1d/causal_conv1d.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "cpu/parallel.h"
@@ -142,7 +141,7 @@ void causal_conv1d_update_cpu(const ConvUpdateArgs& args, Tier tier) {
     const int64_t channels = std::min(kStepChannels, args.channels - channel);
     if (args.state_rows != nullptr && args.state_rows[batch] < 0) {
       const int64_t bytes = args.tokens * ElementBytes(args.dtype);
-      std::memset(static_cast<char*>(args.y) + (batch * args.channels + channel) * bytes, 0, channels * bytes);
+      std::fill_n(static_cast<char*>(args.y) + (batch * args.channels + channel) * bytes, channels * bytes, 0);
       return;
     }
     kernels.update(args, batch, channel, channels);
