@@ -1,6 +1,7 @@
 """Which variant a system gets by the loader's own resolver, or why none, from names and metadata as tools write it."""
 
 import platform
+import sys
 
 import pytest
 import torch
@@ -168,6 +169,64 @@ def test_what_another_machine_needs_is_said(monkeypatch, tmp_path, capsys):
     assert build.other_machines() == ["aarch64"]
     with pytest.raises(SystemExit, match="needs qemu-aarch64: apt-get install qemu-user"):
         emulate.main()
+
+
+def test_the_emulated_environment_is_kept_until_it_would_be_another(monkeypatch, tmp_path):
+    emulate, made = load_tool("emulate"), []
+    monkeypatch.setattr(emulate, "PLACE", tmp_path / "aarch64")
+    monkeypatch.setattr(emulate, "unpack_debian", lambda folder, *words: made.append(folder))
+    monkeypatch.setattr(emulate, "pip", lambda command, *arguments: True)
+    for changed in ({}, {}, dict(PACKAGES=("torch",)), dict(DEBIAN_PACKAGES=("python3",)), {}):
+        for name, value in changed.items():
+            monkeypatch.setattr(emulate, name, value)
+        emulate.complete_environment()
+        made.append(sorted(path.name for path in emulate.PLACE.iterdir()))
+    assert [isinstance(step, list) for step in made] == [False, True, True, False, True, False, True, True]
+    assert all(step == ["debian", "made_of"] for step in made if isinstance(step, list))
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_nothing_is_emulated_after_a_build_that_failed(monkeypatch, builds):
+    emulate, ran = load_tool("emulate"), []
+    monkeypatch.setattr(emulate, "emulator", lambda: "qemu-aarch64")
+    monkeypatch.setattr(emulate, "complete_environment", lambda: None)
+    monkeypatch.setattr(emulate, "run", lambda name, command, changed: ran.append(name) or builds)
+    monkeypatch.setattr("sys.argv", ["emulate.py"])
+    with pytest.raises(SystemExit) as ended:
+        emulate.main()
+    assert ended.value.code == (0 if builds else 1)
+    assert ran == ["build", "verbs", "tests of the kernels", "training"][: None if builds else 1]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_toolkit_that_cannot_be_had_leaves_its_variant_out(monkeypatch, tmp_path, capsys, machine):
+    """No nvcc, no package index, no apt-get: one line a variant, for this machine and another."""
+    toolkits, build = load_tool("toolkits"), load_tool("build")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(sys.modules["toolkits"], "CACHE", tmp_path / "cache")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / toolkits.CROSS_COMPILERS["aarch64"][0]).symlink_to("/bin/true")
+    for name, value in dict(CONFIG_FILE="/dev/null", NO_INDEX="1", FIND_LINKS="", EXTRA_INDEX_URL="").items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    assert build.find_toolkits(machine) == {}
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("build: ")]
+    assert len(lines) == len(toolkits.RELEASES)
+    for line, compute in zip(lines, toolkits.RELEASES):
+        assert line.startswith(f"build: no {compute} variant for {machine}: PyPI has no nvidia-cuda-nvcc"), line
+
+
+def test_packages_laid_out_otherwise_leave_the_variant_out(monkeypatch, tmp_path):
+    """What is found beside what was expected is no toolkit: of the two halves of 12.6, and of a wheel."""
+    toolkits = load_tool("toolkits")
+    monkeypatch.setattr(toolkits, "CACHE", tmp_path)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(toolkits, "_on_path", lambda release: None)
+    monkeypatch.setattr(toolkits, "_install_wheels", lambda folder, wheels, machine="": folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(toolkits, "unpack_debian", lambda folder, suite, architecture, get: None)
+    with pytest.raises(toolkits.ToolkitMissing, match=r"CUDA 12.6's packages are not laid out as they were: .*cudafe"):
+        toolkits.toolkit("cu126")
+    with pytest.raises(toolkits.ToolkitMissing, match=r"13.2/nvidia/cu13 has no libcudart.so.13"):
+        toolkits.toolkit("cu132")
 
 
 def test_nvcc_compiles_for_another_machine_with_its_compiler(tmp_path):

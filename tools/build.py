@@ -6,6 +6,7 @@ package, the shared object, _ops.py and metadata.json. Rebuilding compiles only 
     python tools/build.py                       the CPU variant, and the same kernels for CUDA builds of torch
     python tools/build.py --all                 and every variant, of aarch64 too, for which a compiler can be had
     python tools/build.py --machine aarch64     the first two for another machine, in build/machine-aarch64/
+    python tools/build.py --all --machine aarch64   every variant of that machine, in build/
     python tools/build.py --sanitize address    an instrumented copy, in build/sanitize-address/
 """
 
@@ -342,36 +343,42 @@ def build_variants(
     print(f"build: {time.time() - started:.0f} s")
 
 
+def _work_folder(machine: str) -> str:
+    return "plain" if machine == machine_here() else machine
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="the CUDA variants too, and those of other machines")
-    parser.add_argument("--machine", default=machine_here(), help="build for this machine, in a folder of its own")
+    parser.add_argument("--machine", default="", help="build for this machine alone, such as aarch64")
     parser.add_argument("--out", type=Path, default=ROOT / "build", help="folder that receives the variant folders")
     parser.add_argument("--sanitize", default="", help="build under a sanitizer: address, undefined or thread")
     arguments = parser.parse_args()
+    if arguments.sanitize and (arguments.all or arguments.machine):
+        parser.error("--sanitize builds the CPU variant of this machine alone")
 
     config = load_build_toml()
     out, work = arguments.out.resolve(), arguments.out.resolve() / "_work"
+    here, wanted = machine_here(), arguments.machine or machine_here()
     local = ("cpu", CPU_IN_CUDA)
-    if arguments.machine != machine_here():
-        # In a folder of their own, because torch-cuda has no machine in its name.
-        variants = [variant_of(config, compute, machine=arguments.machine) for compute in local]
-        try:
-            build_variants(config, variants, out / f"machine-{arguments.machine}", work / arguments.machine)
-        except ToolkitMissing as error:
-            sys.exit(f"build: {error}")
-        return
-    if arguments.sanitize:
-        name = f"sanitize-{arguments.sanitize}"
-        variants = [variant_of(config, "cpu", arguments.sanitize)]
-        build_variants(config, variants, out / name, work / name, sanitize=arguments.sanitize)
-        return
-    toolkits = find_toolkits(machine_here()) if arguments.all else {}
-    build_variants(config, [variant_of(config, name) for name in (*local, *toolkits)], out, work / "plain", toolkits)
-    for machine in other_machines() if arguments.all else ():
-        toolkits = find_toolkits(machine)
-        variants = [variant_of(config, name, machine=machine) for name in ("cpu", *toolkits)]
-        build_variants(config, variants, out, work / machine, toolkits)
+    try:
+        if arguments.sanitize:
+            name = f"sanitize-{arguments.sanitize}"
+            variants = [variant_of(config, "cpu", arguments.sanitize)]
+            build_variants(config, variants, out / name, work / name, sanitize=arguments.sanitize)
+        elif arguments.all:
+            for machine in [wanted] if arguments.machine else [here, *other_machines()]:
+                toolkits = find_toolkits(machine)
+                names = (*(local if machine == here else ("cpu",)), *toolkits)
+                variants = [variant_of(config, name, machine=machine) for name in names]
+                build_variants(config, variants, out, work / _work_folder(machine), toolkits)
+        else:
+            # Those of another machine in a folder of their own, because torch-cuda has no machine in its name.
+            variants = [variant_of(config, name, machine=wanted) for name in local]
+            folder = out if wanted == here else out / f"machine-{wanted}"
+            build_variants(config, variants, folder, work / _work_folder(wanted))
+    except ToolkitMissing as error:
+        sys.exit(f"build: {error}")
 
 
 if __name__ == "__main__":

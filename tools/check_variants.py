@@ -43,9 +43,7 @@ def environment(compute: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
         pip = [str(place / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
         # One index and no other source: a +cpu build from elsewhere would rank above it.
-        index = (
-            "https://pypi.org/simple" if RELEASES[compute] == PYPI_RELEASE else PYTORCH_INDEX.format(compute=compute)
-        )
+        index = PYPI if RELEASES[compute] == PYPI_RELEASE else PYTORCH_INDEX.format(compute=compute)
         sources = dict(os.environ, PIP_CONFIG_FILE=os.devnull, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="")
         subprocess.run([*pip, "--index-url", index, *pinned(["torch"])], check=True, env=sources)
         subprocess.run([*pip, *pinned(BESIDE_TORCH)], check=True)

@@ -21,6 +21,7 @@ from typing import Dict, List
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from check_variants import BESIDE_TORCH, REPO_ID, pinned, train_packed
 from environment import CPU_INDEX
+from fresh import KERNEL_TESTS
 from toolkits import CACHE, ROOT, ToolkitMissing, cross_compiler, unpack_debian, wheel_options
 
 MACHINE = "aarch64"
@@ -42,9 +43,6 @@ CPU_FILES = {
     "sys/devices/system/cpu/present": "0\n",
     "sys/devices/system/cpu/cpu0/regs/identification/midr_el1": "0x00000000413fd0c1\n",
 }
-# The kernels against their references, packed against alone. The verbs' test is not among them: it runs compilers.
-KERNEL_TESTS = [f"tests/test_{name}.py" for name in ("causal_conv1d", "flash_attn_varlen", "gated_delta_rule", "kda")]
-KERNEL_TESTS += [f"tests/test_{name}.py" for name in ("mamba1_scan", "mamba2_scan")]
 
 
 def emulator() -> str:
@@ -64,8 +62,10 @@ def pip(command: str, *arguments: str) -> bool:
 
 
 def complete_environment() -> None:
-    """Python and packages into PLACE, which is made whole or not at all; raises ToolkitMissing."""
-    if PLACE.exists():
+    """Python and packages into PLACE, made whole or not at all, and again for others; raises ToolkitMissing."""
+    wanted = "\n".join([SUITE, *DEBIAN_PACKAGES, *pinned(PACKAGES)])
+    made_of = PLACE / "made_of"
+    if made_of.exists() and made_of.read_text() == wanted:
         return
     print(f"emulate: making {PLACE}, 0.3 GB to download, or 3 GB where torch is PyPI's", flush=True)
     staging = PLACE.with_name(f"{PLACE.name}.new")
@@ -85,6 +85,8 @@ def complete_environment() -> None:
     if not pip("install", "--target", str(staging / "site"), "--find-links", wheels, *pinned(PACKAGES)):
         raise ToolkitMissing("pip could not install packages for the emulated Python, see above")
     shutil.rmtree(wheels, ignore_errors=True)
+    (staging / made_of.name).write_text(wanted)
+    shutil.rmtree(PLACE, ignore_errors=True)
     staging.rename(PLACE)
 
 
@@ -96,7 +98,6 @@ def emulated(cpu: str, arguments: List[str]) -> List[str]:
 def settings() -> Dict[str, str]:
     return {
         "PYTHONPATH": os.pathsep.join([str(PLACE / "site"), str(ROOT)]),
-        "PYTHONDONTWRITEBYTECODE": "1",
         "PACKFREE_BUILD": str(BUILD),
         "LOCAL_KERNELS": f"{REPO_ID}={BUILD}",
         "HF_HUB_OFFLINE": "1",
@@ -139,16 +140,18 @@ def main() -> None:
         complete_environment()
     except ToolkitMissing as missing:
         sys.exit(f"emulate: {missing}")
-    build = [sys.executable, str(ROOT / "tools" / "build.py"), "--machine", MACHINE]
-    steps = [("build", build, {})]
+    if not run("build", [sys.executable, str(ROOT / "tools" / "build.py"), "--machine", MACHINE], {}):
+        sys.exit(1)
     if options.arguments:
-        steps.append(("command", emulated(options.cpu, options.arguments), settings()))
+        steps = [("command", emulated(options.cpu, options.arguments), settings())]
     else:
         verbs = [sys.executable, "-m", "pytest", "-q", "tests/test_simd.py", "-k", MACHINE]
         tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS, "-m", "kernels_ci"]
-        steps.append(("verbs", verbs, {}))
-        steps.append(("tests of the kernels", emulated(options.cpu, tests), settings()))
-        steps.append(("training", emulated(options.cpu, [__file__, "--inside"]), settings()))
+        steps = [
+            ("verbs", verbs, {}),
+            ("tests of the kernels", emulated(options.cpu, tests), settings()),
+            ("training", emulated(options.cpu, [__file__, "--inside"]), settings()),
+        ]
     sys.exit(0 if all([run(*step) for step in steps]) else 1)
 
 

@@ -35,9 +35,12 @@ CAPABILITIES: Dict[str, Dict[str, str]] = {
 }
 # CPUs of qemu-user: AVX2 and no more; no AVX.
 EMULATED = ("Haswell", "Nehalem")
-# Kernels against their references, packed against alone, in whatever tiers the CPU has.
-KERNEL_TESTS = [f"tests/test_{name}.py" for name in ("simd", "causal_conv1d", "flash_attn_varlen", "gated_delta_rule")]
-KERNEL_TESTS += [f"tests/test_{name}.py" for name in ("kda", "mamba1_scan", "mamba2_scan")]
+# Kernels against their references, packed against alone, in whatever tiers the CPU has. The verbs' test is not among
+# them: what an emulated program starts, here a compiler and its program, runs on the real CPU.
+KERNEL_TESTS = [
+    f"tests/test_{name}.py"
+    for name in ("causal_conv1d", "flash_attn_varlen", "gated_delta_rule", "kda", "mamba1_scan", "mamba2_scan")
+]
 
 Step = Tuple[str, List[str], Dict[str, str]]
 

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".toolkits"
@@ -45,6 +45,10 @@ _RUNTIME_WHEELS = {
     "13.2": "nvidia-cuda-runtime==13.2.*",
 }
 
+# Where toolkits and wheels keep libraries and headers.
+_LIBRARIES = ("lib64", "lib", "targets/x86_64-linux/lib", "nvidia/cu13/lib", "nvidia/cuda_runtime/lib")
+_HEADERS = ("include", "targets/x86_64-linux/include")
+
 # nvcc reads this beside itself to find its parts and the headers.
 _NVCC_PROFILE = """\
 TOP = $(_HERE_)/..
@@ -63,7 +67,8 @@ class ToolkitMissing(Exception):
 class Toolkit(NamedTuple):
     """A CUDA compiler, the runtime library that its variant links, and the architectures it compiles for.
 
-    For another machine also that machine's C++ compiler, and the headers, which nvcc would then look for elsewhere.
+    For another machine also that machine's C++ compiler, and the headers: they are the same for every machine, but nvcc
+    then looks for them in a folder of that machine.
     """
 
     compute: str
@@ -110,28 +115,32 @@ def cross_compiler(machine: str) -> str:
     return compiler
 
 
-def toolkit(compute: str, machine: str = "x86_64") -> Toolkit:
-    """The toolkit of a variant such as ``cu130`` for ``machine``, fetched if need be.
+def toolkit(compute: str, machine: str = "") -> Toolkit:
+    """The toolkit of a variant such as ``cu130`` for ``machine`` (default: this one), fetched if need be.
 
     Raises:
-        ToolkitMissing: it cannot be fetched here.
+        ToolkitMissing: it cannot be had here.
     """
     release = RELEASES[compute]
     if (machine_here(), platform.system()) != ("x86_64", "Linux"):
         raise ToolkitMissing("CUDA variants are built here on x86_64 Linux only")
+    machine = machine or machine_here()
     compiler = "" if machine == machine_here() else cross_compiler(machine)
     top = _on_path(release) or _cached(release)
-    major = release.split(".")[0]
-    if compiler:
-        headers = [top / folder for folder in ("include", "targets/x86_64-linux/include")]
-        include = next(path for path in headers if (path / "cuda_runtime.h").exists())
-        cudart = _runtime_library(release, machine)
-        return Toolkit(compute, top / "bin" / "nvcc", cudart, architectures(compute), compiler, include)
-    libraries = [top / folder / f"libcudart.so.{major}" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]
-    cudart = next((path for path in libraries if path.exists()), None)
-    if cudart is None:
-        raise ToolkitMissing(f"the CUDA {release} toolkit in {top} has no libcudart.so.{major}")
-    return Toolkit(compute, top / "bin" / "nvcc", cudart, architectures(compute))
+    library = f"libcudart.so.{release.split('.')[0]}"
+    own = Toolkit(compute, top / "bin" / "nvcc", _holder(top, _LIBRARIES, library) / library, architectures(compute))
+    if not compiler:
+        return own
+    cudart = _holder(_runtime(release, machine), _LIBRARIES, library) / library
+    return own._replace(cudart=cudart, host_compiler=compiler, include=_holder(top, _HEADERS, "cuda_runtime.h"))
+
+
+def _holder(top: Path, folders: Sequence[str], name: str) -> Path:
+    """The first of these folders of a toolkit that has a file of this name."""
+    for folder in folders:
+        if (top / folder / name).exists():
+            return top / folder
+    raise ToolkitMissing(f"{top} has no {name}")
 
 
 def _on_path(release: str) -> Optional[Path]:
@@ -160,20 +169,23 @@ def _cached(release: str) -> Path:
             _install_wheels(staging, [f"{name}=={release}.*" for name in _WHEELS_13])
         else:
             _install_wheels(staging / "wheels", list(_WHEELS_12_6))
-            _merge_12_6(staging)
+            try:
+                _merge_12_6(staging)
+            except OSError as error:
+                raise ToolkitMissing(f"CUDA {release}'s packages are not laid out as they were: {error}") from error
         staging.rename(place)
     return place / "nvidia" / "cu13" if release.startswith("13.") else place
 
 
-def _runtime_library(release: str, machine: str) -> Path:
-    """libcudart of another machine, from its wheel."""
+def _runtime(release: str, machine: str) -> Path:
+    """Folder of the runtime library for another machine, from its wheel."""
     place = CACHE / f"{release}-{machine}"
     if not place.exists():
         staging = place.with_name(f"{place.name}.new")
         shutil.rmtree(staging, ignore_errors=True)
         _install_wheels(staging, [_RUNTIME_WHEELS[release]], machine)
         staging.rename(place)
-    return next(place.rglob(f"libcudart.so.{release.split('.')[0]}"))
+    return place
 
 
 def _run(command: List[str], missing: str) -> None:
