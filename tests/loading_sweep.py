@@ -34,6 +34,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 RESULTS = ROOT / "tests" / "data" / "loading_sweep.json"
 PAGE = ROOT / "docs" / "models.md"
+# What tests/models_table.py printed; the page shows it above what is found here.
+TABLE = ROOT / "tests" / "data" / "models_table.md"
 
 EQUAL, REFUSED_PACKED, REFUSED, NOT_BUILT, FAULT = OUTCOMES = (
     "equal",
@@ -268,6 +270,18 @@ def write(rows: List[Dict[str, Any]], results: Path = RESULTS, page: Path = PAGE
     page.write_text(render(rows, transformers.__version__))
 
 
+TRAINED = """\
+What `python -m tests.models_table` printed: tiny random models in float32, packed against each sample alone through
+transformers' own eager path. "packed" covers logits in eval, and logits and every gradient in training with activation
+checkpointing off, non-reentrant and reentrant, each with position_ids alone, with cu_seq_lens and with seq_idx.
+`generate()` compares greedy tokens and logits with eager, one prompt and a left-padded batch.
+
+{table}
+`python -m tests.ropes_table` does the same for causal types with each kind of rotary table.
+
+Wrappers trained on text packs: qwen3_5 and qwen3_5_moe (also with 3 and 4 rows of positions), lfm2_vl, nemotron_h_omni.
+Refused means a ValueError at loading that names the model, the reason and the way out."""
+
 SECTIONS = {
     EQUAL: "Packed outputs equal those of each sample alone: told by `position_ids`, by `cu_seq_lens` with and "
     "without them, and by `seq_idx`. An unpacked row and a padded batch equal transformers' own eager attention.",
@@ -282,13 +296,14 @@ SECTIONS = {
 
 
 def render(rows: List[Dict[str, Any]], version: str) -> str:
-    """The page of docs/ for readers."""
+    """The page of docs/ for readers: what is found here, and the table of models that are run more thoroughly."""
     groups = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
     lines = [
         "# Model types",
         "",
         f"What `python -m tests.loading_sweep` found for the {len(rows)} text, encoder and image-text model types of "
-        f"transformers {version}, as tiny random models in float32.",
+        f"transformers {version}, as tiny random models in float32. A few of them were trained and generated with, too:",
+        "[Trained and generated](#trained-and-generated).",
         "",
         "| outcome | types |",
         "| --- | --- |",
@@ -297,6 +312,10 @@ def render(rows: List[Dict[str, Any]], version: str) -> str:
             for outcome, group in groups.items()
             if group
         ),
+        "",
+        "## Trained and generated",
+        "",
+        TRAINED.format(table=TABLE.read_text()),
     ]
     for outcome, group in groups.items():
         if group:

@@ -1,17 +1,21 @@
-"""Runs the matrix of models and prints README's table of them: python -m tests.models_table
+"""Runs the matrix of models and prints the table of them in docs/models.md: python -m tests.models_table [--write]
 
 Every row is run here, now, on tiny models in float32, as ``test_hooks.py`` runs it. *Packed* is "equal" when logits and
 the gradient of every parameter equal stock transformers' on the samples alone: in training without checkpointing, with
 non-reentrant and with reentrant checkpointing, and (logits) in evaluation, each for a pack told by position_ids, by
 cu_seq_lens as well, and by seq_idx as well. *generate()* is "equal" when greedy tokens and their logits equal stock
 eager's, for one prompt and for a left-padded batch. A difference is printed and makes the exit status 1.
+
+``--write`` puts the table into ``tests/data/models_table.md`` and, around it, writes ``docs/models.md`` again.
 """
 
 import importlib
+import json
 import sys
 
 import torch
 
+from tests import loading_sweep
 from tests.conftest import load_kernel  # sets the environment before transformers is imported
 from tests.tiny_models import (
     CONFIG_MAPPING,
@@ -81,6 +85,10 @@ def main():
     for model_type in filter(CONFIG_MAPPING.__contains__, sorted(MODELS) + sorted({**REFUSED, **EAGER_ONLY})):
         rows.append(f"| {model_type} | {' | '.join(cells(model_type, kernel))} |")
     print(HEADER, *rows, sep="\n")
+    if "--write" in sys.argv[1:]:
+        loading_sweep.TABLE.write_text("\n".join([HEADER, *rows]) + "\n")
+        known = json.loads(loading_sweep.RESULTS.read_text())
+        loading_sweep.PAGE.write_text(loading_sweep.render(known["types"], known["transformers"]))
     sys.exit(any("**" in row for row in rows))
 
 

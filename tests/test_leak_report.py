@@ -449,6 +449,17 @@ def test_virtual_tokens(kernel, prompts):
     assert report.leaks and "tuning puts its virtual tokens before the row" in report.sentence
 
 
+@pytest.mark.parametrize("who", ["a wrapper of PEFT", "transformers"])
+def test_a_model_that_holds_adapters_without_their_wrapper(kernel, who):
+    """PEFT puts its layers into the model that it wraps, and transformers knows PEFT too: neither is a wrapper."""
+    model, lora = load("llama"), LoraConfig(target_modules=["q_proj"])
+    if who == "transformers":
+        model.add_adapter(lora)
+    else:
+        get_peft_model(model, lora)
+    assert kernel.leak_report(model, pack()).packed_equals_alone
+
+
 def test_rotary_tables_of_a_length(kernel):
     """C61: no sample reaches another, and the longest one decides for all."""
     rope = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0), max_position_embeddings=8)

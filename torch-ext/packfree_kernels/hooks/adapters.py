@@ -118,5 +118,8 @@ def _active_configs(peft_model: Any) -> Any:
     if not configs:
         return []
     active = getattr(peft_model, "active_adapters", None) or [getattr(peft_model, "active_adapter", None)]
+    if callable(active):
+        # A model of transformers that holds adapters. Those put there by a wrapper of PEFT it does not know by name.
+        active = active() if getattr(peft_model, "_hf_peft_config_loaded", False) else configs
     names = [active] if isinstance(active, str) else list(active)
     return [configs[name] for name in names if name in configs]
