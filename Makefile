@@ -7,6 +7,7 @@
 # make variants  every variant that this platform can build
 # make emulate  the aarch64 variant on an emulated CPU (downloads up to 3 GB)
 # make variants-check  every CUDA variant in a CUDA build of torch without a GPU (downloads several GB)
+# make versions  what runs with which torch, Python and transformers (an environment for each, GB to download)
 # make fresh   demo and tests in fresh clones and environments, and on other CPUs, compilers and kinds of torch
 # Each needs python3 (3.11 or newer, with venv and headers) and g++ (11 or newer), says what is missing, and sets up
 # .venv on first use (tools/environment.py): 0.6 GB to download, or 3 GB where only PyPI's CUDA build of torch is found.
@@ -15,7 +16,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready-$(shell cat requirements.txt tools/environment.py | sha256sum | cut -c1-12)
 
-.PHONY: build demo test bench check variants variants-check emulate sanitize fresh clean
+.PHONY: build demo test bench check variants variants-check emulate sanitize versions fresh clean
 .DELETE_ON_ERROR:
 
 $(READY): requirements.txt tools/environment.py
@@ -51,6 +52,9 @@ emulate: $(READY)
 
 sanitize: build
 	@$(BIN)/python tools/sanitize.py $(SANITIZE)
+
+versions: build
+	@$(BIN)/python tools/versions.py $(VERSIONS)
 
 fresh:
 	@$(PYTHON) tools/fresh.py $(FRESH)

@@ -19,6 +19,8 @@ HOLE = "…"
 HOUSE_WORDING = ("value_error", "type_error")
 # Functions whose argument of this number is a text that users see.
 OTHER_TEXTS = {"_assert_async": 1, "warn": 0}
+# What keeps the third of those four arguments in a table: its argument of this number.
+TABLES = {"_Kind": 1}
 _DEEPEST = 4
 
 
@@ -147,6 +149,8 @@ def python_messages() -> Iterator[Message]:
             if name in HOUSE_WORDING and len(call.args) == 4:
                 op, argument, must, got = (module.texts(part) for part in call.args)
                 texts = _joined([op, {": "}, argument, {" must "}, must, {", got "}, got])
+            elif name in TABLES and len(call.args) > TABLES[name]:
+                texts = _joined([{f"{HOLE}: {HOLE} must "}, module.texts(call.args[TABLES[name]]), {f", got {HOLE}"}])
             elif name in OTHER_TEXTS and len(call.args) > OTHER_TEXTS[name]:
                 texts = module.texts(call.args[OTHER_TEXTS[name]])
             elif name.endswith("Error") and name[0].isupper() and call.args:
