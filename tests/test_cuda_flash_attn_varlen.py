@@ -253,12 +253,12 @@ def test_cache_offsets_lie_where_the_queries_do(kernel, monkeypatch, places):
     kvcache = module(kernel, "flash_attn_varlen.kvcache")
     devices = []
 
-    def attend(op, *tensors_and_settings):
-        tensors = [value for value in tensors_and_settings if isinstance(value, torch.Tensor)]
+    def attend(op, *arguments, visible_keys):
+        tensors = [value for value in (*arguments, visible_keys) if isinstance(value, torch.Tensor)]
         devices.extend(tensor.device.type for tensor in tensors)
         return tensors[0], tensors[0].new_empty(4, 2)
 
     monkeypatch.setattr(kvcache, "_attend", attend)
     q, new, cache = (torch.empty(shape, device="meta") for shape in ((2, 1, 4, 16), (2, 1, 2, 16), (3, 12, 2, 16)))
     kernel.flash_attn_with_kvcache(q, cache, cache, new, new, **places)
-    assert devices == ["meta"] * 5
+    assert devices == ["meta"] * 6

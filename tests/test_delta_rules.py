@@ -109,33 +109,6 @@ def test_small_gradients_of_decay(rule):
     torch.testing.assert_close(ours["dg"].double(), truth["dg"], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("spelling", ["cu_seqlens", "seq_idx", "position_ids"])
-@every_rule
-def test_c36_c38_compiles_to_one_graph(kernel, rule, spelling):
-    """No graph break, and no new graph for other lengths."""
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def step(q, k, v, g, beta, boundary):
-        o, _ = getattr(kernel, rule.chunk)(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, **{spelling: boundary})
-        return o.square().sum()
-
-    for backend in ("aot_eager", count):
-        torch._dynamo.reset()
-        compiled = torch.compile(step, fullgraph=True, backend=backend)
-        for lengths in ((3, 1, 6), (4, 9), (7, 2, 5, 1)):
-            pack = Pack("", lengths)
-            inputs = [x.requires_grad_() for x in rule.small_inputs(CASES[1], lengths).values()]
-            boundary = getattr(pack, spelling)
-            expected = torch.autograd.grad(step(*inputs, boundary), inputs)
-            for left, right in zip(torch.autograd.grad(compiled(*inputs, boundary), inputs), expected):
-                torch.testing.assert_close(left, right)
-    assert len(graphs) <= 2
-
-
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 @every_rule
 def test_states_that_are_not_asked_for(kernel, rule, case):

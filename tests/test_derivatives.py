@@ -10,11 +10,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.fake_cuda import fake, fake_cuda
-from tests.harness.kernel import load_kernel
 from tests.harness.packings import Pack
-from tests.harness.properties import OpUnderTest, assert_same_bits, cotangents, run_with_gradients
+from tests.harness.properties import assert_same_bits, cotangents, run_with_gradients
 from tests.harness.triton import served_by_triton
 from tests.ops import EXACT, WITH_PROJECTIONS, flash_attn_varlen
+from tests.ops.steps import Step
 
 # A sample at a time is how vmap runs an op for which it has no rule.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -37,23 +37,10 @@ MADE_OF = {
 }
 
 
-def _batched_attention() -> OpUnderTest:
-    """flash_attn_func on the two rows of one tensor of tokens, which are two sequences of 4."""
-    op = flash_attn_varlen.op_under_test(flash_attn_varlen.Case("rows", heads=(2, 1), dims=(4, 4)))
-
-    def run(inputs, **boundaries):
-        rows = {name: inputs[name].unflatten(0, (2, 4)) for name in ("q", "k", "v")}
-        out, lse, _ = load_kernel().flash_attn_func(**rows, causal=True, return_attn_probs=True)
-        return {"out": out.flatten(0, 1), "lse": lse.transpose(0, 1).flatten(1)}
-
-    op.run = run
-    return op
-
-
 DIFFERENTIABLE = {
     name: cases[0] for name, cases in {**EXACT, **WITH_PROJECTIONS}.items() if name.split(" ")[0] not in FORWARD_ONLY
 }
-DIFFERENTIABLE["flash_attn_func"] = _batched_attention
+DIFFERENTIABLE["flash_attn_func"] = flash_attn_varlen.rows_under_test
 every_function = pytest.mark.parametrize("name", DIFFERENTIABLE)
 
 
@@ -303,37 +290,6 @@ def test_refusals_on_every_device(kernel, name, device):
         x = leaves[0].detach()
         with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivative"):
             call.op.run(dict(zip(call.names, [forward_ad.make_dual(x, x), *leaves[1:]])), **cuts)
-
-
-def step_inputs(name, dtype=torch.float32):
-    """Arguments of one decoding step by name, those that take gradients first, and the name of what is updated."""
-    if name == "causal_conv1d_update":
-        shapes = {"x": (2, 4), "weight": (4, 3), "bias": (4,)}
-        return shapes, {"conv_state": torch.randn(2, 4, 2, dtype=dtype)}, {}
-    if name == "selective_state_update":
-        shapes = {"x": (2, 4), "dt": (2, 4), "A": (4, 3), "B": (2, 3), "C": (2, 3), "D": (4,), "z": (2, 4)}
-        return shapes, {"state": torch.randn(2, 4, 3, dtype=dtype)}, {}
-    if name == "flash_attn_with_kvcache":
-        shapes = {"q": (2, 1, 2, 4), "k": (2, 1, 2, 4), "v": (2, 1, 2, 4), "s_aux": (2,)}
-        caches = {key: torch.randn(2, 6, 2, 4, dtype=dtype) for key in ("k_cache", "v_cache")}
-        return shapes, caches, {"cache_seqlens": torch.tensor([0, 3]), "causal": True}
-    decays = (1, 3, 2, 4) if name == "fused_recurrent_kda" else (1, 3, 2)
-    shapes = {key: (1, 3, 2, 4) for key in "qkv"}
-    return {**shapes, "g": decays, "beta": (1, 3, 2), "initial_state": (1, 2, 4, 4)}, {}, {}
-
-
-class Step:
-    """A function for decoding on small inputs: ``step(**changes)`` returns its output and what it has updated."""
-
-    def __init__(self, kernel, name):
-        shapes, self.updated, self.others = step_inputs(name)
-        self.function, self.name = getattr(kernel, name), name
-        self.inputs = {key: torch.randn(shape) for key, shape in shapes.items()}
-
-    def __call__(self, **changes):
-        updated = {key: value.clone() for key, value in self.updated.items()}
-        out = self.function(**{**self.inputs, **updated, **self.others, **changes})
-        return out[0] if isinstance(out, tuple) else out, list(updated.values())
 
 
 every_step = pytest.mark.parametrize("name", FORWARD_ONLY)

@@ -174,24 +174,6 @@ def test_c36_compiles_to_one_graph(kernel, longest):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
 
-def test_no_recompile_for_a_new_number_of_samples(kernel):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(fullgraph=True, backend=counter)
-    def step(q, k, v, offsets):
-        return kernel.flash_attn_varlen_func(q, k, v, offsets, causal=True)
-
-    q, k, v = (torch.randn(10, 2, 16) for _ in range(3))
-    for offsets in ([0, 10], [0, 3, 10], [0, 2, 5, 10], [0, 1, 2, 3, 10], [0, 1, 2, 3, 4, 10]):
-        offsets = torch.tensor(offsets, dtype=torch.int32)
-        expected = kernel.flash_attn_varlen_func(q, k, v, offsets, causal=True)
-        assert_same_bits("compiled", step(q, k, v, offsets), expected)
-    # One graph for the first number of samples, one for every other.
-    assert counter.frame_count <= 2
-
-
 def test_boundary_dtypes_agree(kernel):
     q, k, v = (torch.randn(10, 2, 16) for _ in range(3))
     expected = kernel.flash_attn_varlen_func(q, k, v, torch.tensor([0, 3, 10], dtype=torch.int32))

@@ -106,3 +106,17 @@ def op_under_test(case: Case) -> OpUnderTest:
         spellings=("cu_seqlens",),
         rename={"cu_seqlens": ("cu_seqlens_q",)},
     )
+
+
+def rows_under_test() -> OpUnderTest:
+    """flash_attn_func, to which the sequences of a pack, of one length, are rows."""
+    op = op_under_test(Case("rows", heads=(2, 1), dims=(4, 4)))
+
+    def run(inputs, cu_seqlens_q):
+        shape = (cu_seqlens_q.shape[0] - 1, -1)
+        rows = {name: inputs[name].unflatten(0, shape) for name in ("q", "k", "v")}
+        out, lse, _ = load_kernel().flash_attn_func(**rows, causal=True, return_attn_probs=True)
+        return {"out": out.flatten(0, 1), "lse": lse.transpose(0, 1).flatten(1)}
+
+    op.run = run
+    return op

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 import numbers
 from typing import (
     Any,
@@ -155,5 +154,6 @@ def _check_kind(op: str, name: str, kind: _Kind, value: object) -> None:
     if not kind.holds(value):
         plain = isinstance(value, (str, bool, int, float, complex, tuple, list, type(None)))
         raise type_error(op, name, kind.must, repr(value)[:80] if plain else type(value).__name__)
-    if kind.is_number and isinstance(value, float) and math.isnan(value):
+    # By a comparison, which torch.compile can trace for a number that is an input of the graph; math.isnan it cannot.
+    if kind.is_number and isinstance(value, float) and value != value:
         raise value_error(op, name, kind.must, value)

@@ -74,7 +74,7 @@ def check_by_token(op: str, name: str, tensor: Tensor, v: Tensor, channels: str 
 
 
 def checked_finite(op: str, argument: str, value: float) -> float:
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite breaks the graph of a number that is an input
         raise value_error(op, argument, "be finite", value)
     return float(value)
 

@@ -176,7 +176,7 @@ def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Optional[Tensor], ac
     check_same_device(op, "weight", weight, x.device)
     if weight.shape[0] != x.shape[1]:
         raise value_error(op, "weight", f"have shape [D, W] with D = {x.shape[1]}", tuple(weight.shape))
-    if weight.shape[1] not in WIDTHS:
+    if not WIDTHS[0] <= weight.shape[1] <= WIDTHS[-1]:
         raise value_error(op, "weight", f"have a width of {WIDTHS[0]} to {WIDTHS[-1]}", weight.shape[1])
     if bias is not None:
         check_tensor(op, "bias", bias, 1)

@@ -18,7 +18,7 @@ from .._checks import (
     with_checked_kinds,
 )
 from .._ops import ops
-from ..packing import Boundaries, check_cu_seqlens, reads_values
+from ..packing import Boundaries, check_cu_seqlens, has_values, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
 from .visible import check_ranges_are_inside, check_visible_keys
 
@@ -140,7 +140,7 @@ def flash_attn_varlen_func(
     _check_longest(op, "max_seqlen_q", max_seqlen_q, offsets_q)
     _check_longest(op, "max_seqlen_k", max_seqlen_k, offsets_k)
     if visible_keys is not None:
-        visible_keys = check_visible_keys(op, visible_keys, q, causal, _checked_window(op, window_size), "[Tq, 2]")
+        visible_keys = check_visible_keys(op, visible_keys, q, causal, checked_window(op, window_size), "[Tq, 2]")
         check_ranges_are_inside(op, visible_keys, offsets_q, offsets_k)
     out, lse = _attend(
         op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic,
@@ -179,7 +179,7 @@ def flash_attn_func(
     rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     offsets_q, offsets_k = rows * query_length, rows * k.shape[1]
     if visible_keys is not None:
-        visible_keys = check_visible_keys(op, visible_keys, q, causal, _checked_window(op, window_size), "[B, Tq, 2]")
+        visible_keys = check_visible_keys(op, visible_keys, q, causal, checked_window(op, window_size), "[B, Tq, 2]")
         check_ranges_are_inside(op, visible_keys, offsets_q, offsets_k)
     out, lse = _attend(
         op, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), offsets_q, offsets_k, dropout_p, softmax_scale, causal,
@@ -197,12 +197,14 @@ def _refuse(op: str, **arguments: Optional[Any]) -> None:
             raise NotImplementedError(f"{op}: {name} is not supported, got {type(value).__name__}: {_INSTEAD[name]}")
 
 
-def _checked_window(op: str, window_size: Window) -> Tuple[int, int]:
+def checked_window(op: str, window_size: Window) -> Tuple[int, int]:
     if isinstance(window_size, Tensor):
         check_dtype(op, "window_size", window_size, (torch.int32, torch.int64))
         if window_size.device.type != "cpu":
             must = "be two numbers, or a tensor on the CPU (a look at another would wait for the GPU)"
             raise value_error(op, "window_size", must, f"a tensor on {window_size.device}")
+        if not has_values(window_size):
+            raise value_error(op, "window_size", "be two numbers where values cannot be read", "a tensor")
         window_size = window_size.tolist()
     if not (isinstance(window_size, (tuple, list)) and all(map(is_integer, window_size))):
         raise type_error(op, "window_size", "be two ints (left, right)", repr(window_size)[:80])
@@ -270,7 +272,7 @@ def _attend(
         raise value_error(op, "dropout_p", "lie in [0, 1)", dropout_p)
     if softcap < 0:
         raise value_error(op, "softcap", "be 0 (off) or positive", softcap)
-    left, right = _checked_window(op, window_size)
+    left, right = checked_window(op, window_size)
     if s_aux is not None:
         check_tensor(op, "s_aux", s_aux, 1)
         check_dtype(op, "s_aux", s_aux, _DTYPES)

@@ -16,7 +16,8 @@ from .._checks import (
     value_error,
     with_checked_kinds,
 )
-from .api import _DTYPES, Window, _attend, _check_heads, _refuse
+from ..packing import has_values
+from .api import _DTYPES, Window, _attend, _check_heads, _refuse, checked_window
 
 Lengths = Union[int, Tensor]
 
@@ -64,7 +65,8 @@ def flash_attn_with_kvcache(
 
     Returns:
         out ``[B, Tq, H, V]``, with ``return_softmax_lse`` also the log-sum-exp ``[B, H, Tq]``. Reads ``cache_seqlens``
-        and ``block_table``, and copies the filled part of the cache.
+        and ``block_table``, and copies the filled part of the cache. Under ``torch.compile`` it reads no value, copies
+        whole rows of the cache, and values out of range raise RuntimeError when the graph runs.
 
     Raises:
         TypeError, ValueError: as ``flash_attn_varlen_func``; lengths that pass the cache's end; pages or rows out of
@@ -89,13 +91,10 @@ def flash_attn_with_kvcache(
     batch, query_length = q.shape[0], q.shape[1]
     new = 0 if k is None else k.shape[1]
     rows = _table(op, batch, k_cache, cache_batch_idx, block_table)
-    capacity = rows.shape[1] * k_cache.shape[1]
-    filled = _filled(op, cache_seqlens, batch, new, capacity)
-    page, slot = _places(rows, torch.zeros_like(filled), filled + new, k_cache.shape[1])
-    unknown = (page < 0) | (page >= k_cache.shape[0])
-    if bool(unknown.any()):
-        must = f"name pages 0 .. {k_cache.shape[0] - 1} where used"
-        raise value_error(op, "block_table", must, int(page[unknown][0]))
+    page_size = k_cache.shape[1]
+    filled = _filled(op, cache_seqlens, batch, new, rows.shape[1] * page_size)
+    end = filled.to(rows.device) + new
+    places = _places(op, rows, end, k_cache)
     tensors = (q, k_cache, v_cache, k, v, s_aux)
     refuse_tangents(op, tensors)
     if new:
@@ -106,17 +105,20 @@ def flash_attn_with_kvcache(
             _check_heads(op, q, k, v, 4)
             check_shape(op, "k", k, (batch, new, *k_cache.shape[2:]), "[B, Tnew, HK, K]")
             check_shape(op, "v", v, (batch, new, *v_cache.shape[2:]), "[B, Tnew, HK, V]")
-            new_places = _places(rows, filled, filled + new, k_cache.shape[1])
-            k_cache[new_places] = k.flatten(0, 1)
-            v_cache[new_places] = v.flatten(0, 1)
-        keys, values = k_cache[page, slot], v_cache[page, slot]
+            position = (end - new)[:, None] + torch.arange(new, device=rows.device)
+            behind = rows.gather(1, position // page_size), position % page_size
+            k_cache[behind] = k
+            v_cache[behind] = v
         queries = q.flatten(0, 1)
-        _check_heads(op, queries, keys, values, 3)
         offsets_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * query_length
-        offsets_k = torch.cat([filled.new_zeros(1), torch.cumsum(filled + new, 0)]).to(q.device, torch.int32)
+        keys, values, offsets_k, visible_keys = _read(q, k_cache, v_cache, places, end, causal, window_size)
+        _check_heads(op, queries, keys, values, 3)
+        if visible_keys is not None:
+            causal, window_size = False, (-1, -1)
         out, lse = _attend(
-            op, queries, keys, values, offsets_q, offsets_k, 0.0, softmax_scale, causal, window_size, softcap, s_aux
-        )
+            op, queries, keys, values, offsets_q, offsets_k, 0.0, softmax_scale, causal, window_size, softcap, s_aux,
+            visible_keys=visible_keys,
+        )  # fmt: skip
     out, lse = refuse_backward(op, "flash_attn_varlen_func", (out, lse), tensors)
     out = out.unflatten(0, (batch, query_length))
     if not return_softmax_lse:
@@ -131,9 +133,9 @@ def _check_integers(op: str, name: str, tensor: Tensor, shape: Tuple[int, ...], 
     check_shape(op, name, tensor, shape, letters)
     _check_readable(op, name, tensor)
     tensor = tensor.to(torch.int64)
-    bad = (tensor < 0) | (tensor >= below)
-    if bool(bad.any()):
-        raise value_error(op, name, f"lie in 0 .. {below - 1}", int(tensor[bad][0]))
+    outside = (tensor < 0) | (tensor >= below)
+    if not _all_inside(op, name, outside):
+        raise value_error(op, name, f"lie in 0 .. {below - 1}", int(tensor[outside][0]))
     return tensor
 
 
@@ -155,9 +157,10 @@ def _table(
             raise type_error(op, "block_table", "be an int32 or int64 tensor", block_table.dtype)
         check_shape(op, "block_table", block_table, (batch, block_table.shape[1]), "[B, pages a row]")
         _check_readable(op, "block_table", block_table)
-        return block_table.to(torch.int64)
+        return block_table.to(k_cache.device, torch.int64)
     if cache_batch_idx is not None:
-        return _check_integers(op, "cache_batch_idx", cache_batch_idx, (batch,), "[B]", k_cache.shape[0])[:, None]
+        rows = _check_integers(op, "cache_batch_idx", cache_batch_idx, (batch,), "[B]", k_cache.shape[0])
+        return rows.to(k_cache.device)[:, None]
     if k_cache.shape[0] < batch:
         raise value_error(op, "k_cache", f"have a row for each of the {batch} rows of q", k_cache.shape[0])
     return torch.arange(batch, device=k_cache.device)[:, None]
@@ -172,11 +175,55 @@ def _filled(op: str, cache_seqlens: Optional[Lengths], batch: int, new: int, cap
     return _check_integers(op, "cache_seqlens", cache_seqlens, (batch,), "[B]", capacity - new + 1)
 
 
-def _places(rows: Tensor, begin: Tensor, end: Tensor, size: int) -> Tuple[Tensor, Tensor]:
-    """Cache row or page, and position in it, of positions begin .. end - 1 of every batch row, joined."""
-    pages, slots = [], []
-    for row, first, last in zip(rows, begin.tolist(), end.tolist()):
-        position = torch.arange(first, last, device=rows.device)
-        pages.append(row[position // size])
-        slots.append(position % size)
-    return torch.cat(pages), torch.cat(slots)
+def _all_inside(op: str, argument: str, outside: Tensor) -> bool:
+    """Whether nothing is ``outside`` of the cache. While torch.compile traces the graph asks, and raises RuntimeError.
+
+    No number is in the graph's message: it would be one that the graph is compiled for.
+    """
+    if has_values(outside):
+        return not bool(outside.any())
+    torch._assert_async(~outside.any(), f"{op}: {argument} must point into the cache")
+    return True
+
+
+def _places(op: str, rows: Tensor, end: Tensor, k_cache: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Cache row or page, and place in it, of each position of each batch row, and whether it is below ``end``."""
+    pages, page_size = k_cache.shape[:2]
+    position = torch.arange(rows.shape[1] * page_size, device=rows.device)
+    used = position < end[:, None]
+    page = rows[:, position // page_size]
+    unknown = used & ((page < 0) | (page >= pages))
+    if not _all_inside(op, "block_table", unknown):
+        raise value_error(op, "block_table", f"name pages 0 .. {pages - 1} where used", int(page[unknown][0]))
+    return page, (position % page_size).expand_as(page), used
+
+
+def _read(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    places: Tuple[Tensor, Tensor, Tensor],
+    end: Tensor,
+    causal: bool,
+    window_size: Window,
+) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """Keys, values and their offsets: the filled part of each batch row, and None.
+
+    How much is filled is not known while torch.compile traces: there each row is read whole, 0 where it is not filled,
+    and comes with the range of keys that each query sees.
+    """
+    page, slot, used = places
+    batch, capacity = page.shape
+    if has_values(end):
+        filled = page[used], slot[used]
+        offsets = torch.cat([end.new_zeros(1), torch.cumsum(end, 0)]).to(q.device, torch.int32)
+        return k_cache[filled], v_cache[filled], offsets, None
+    page, used = torch.where(used, page, 0), used[:, :, None, None]
+    keys, values = (torch.where(used, cache[page, slot], 0).flatten(0, 1) for cache in (k_cache, v_cache))
+    offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * capacity
+    left, right = checked_window("flash_attn_with_kvcache", window_size)
+    own = end[:, None] - q.shape[1] + torch.arange(q.shape[1], device=end.device)  # the query's key
+    first = (own - left).clamp(min=0) if left >= 0 else torch.zeros_like(own)
+    right = 0 if causal else right
+    last = torch.minimum(own + right, end[:, None] - 1) if right >= 0 else (end[:, None] - 1).expand_as(own)
+    return keys, values, offsets, torch.stack([first, last], -1).flatten(0, 1).to(q.device, torch.int32)
