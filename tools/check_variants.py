@@ -3,9 +3,9 @@
     python tools/check_variants.py            every CUDA variant in build/
     python tools/check_variants.py cu130      one of them
 
-Makes an environment per CUDA release in .toolkits/, with a torch built for that release: several GB each. PyPI's
-torch is built for one release; the others come from PyTorch's own index. Where no such torch can be fetched, that is
-said and counts as a failure.
+Makes an environment per CUDA release in .toolkits/, with a torch built for that release: several GB each. Two of them
+are found on PyPI, in different releases of torch; the others come from PyTorch's own index. Where no such torch can be
+fetched, that is said and counts as a failure.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from toolkits import CACHE, RELEASES, ROOT, machine_here
 REPO_ID = "org/packfree-kernels"
 MODELS = ("qwen3_5_text", "bamba")
 STEPS = 3
-# The release that PyPI's torch is built for.
-PYPI_RELEASE = "13.0"
+# The torch on PyPI that is built for a CUDA release.
+PYPI_TORCH = {"13.0": "2.13.0", "13.2": "2.15.0"}
 PYPI = "https://pypi.org/simple"
 PYTORCH_INDEX = "https://download.pytorch.org/whl/{compute}"
 BESIDE_TORCH = ("transformers", "kernels", "huggingface_hub", "accelerate", "tokenizers", "numpy")
@@ -43,9 +43,11 @@ def environment(compute: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
         pip = [str(place / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
         # One index and no other source: a +cpu build from elsewhere would rank above it.
-        index = PYPI if RELEASES[compute] == PYPI_RELEASE else PYTORCH_INDEX.format(compute=compute)
+        release = PYPI_TORCH.get(RELEASES[compute])
+        index = PYPI if release else PYTORCH_INDEX.format(compute=compute)
+        wanted = f"torch=={release}" if release else pinned(["torch"])[0]
         sources = dict(os.environ, PIP_CONFIG_FILE=os.devnull, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="")
-        subprocess.run([*pip, "--index-url", index, *pinned(["torch"])], check=True, env=sources)
+        subprocess.run([*pip, "--index-url", index, wanted], check=True, env=sources)
         subprocess.run([*pip, *pinned(BESIDE_TORCH)], check=True)
         (place / "ready").touch()
     return place / "bin" / "python"
