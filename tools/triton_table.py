@@ -4,9 +4,9 @@
                                             does not know yet, for every target (all of them: half an hour), and write
                                             benchmarks/results/triton_targets/RELEASE.json and triton_targets.md
     python tools/triton_table.py --check    compile nothing: fail where the table of this Triton lacks a launch of
-                                            today's code, where a launch spills or does not fit the target's shared
-                                            memory, or where its products are of a kind that tools/triton_products.py
-                                            has found to go wrong
+                                            today's code, where a launch does not fit the target's shared memory, where
+                                            its products are of a kind that tools/triton_products.py has found to go
+                                            wrong, or where it spills: the newest Triton nothing, older ones little
     python tools/triton_table.py --only kda compile the kernels whose name holds a word, and write nothing
 
 Each Triton that a torch we support brings compiles otherwise, so each has a table. No GPU is needed: Triton brings its
@@ -55,6 +55,8 @@ from triton_products import hazards, shortest_axis  # noqa: E402
 TABLES = ROOT / "benchmarks" / "results" / "triton_targets"
 RELEASE = triton.__version__.split("+")[0]
 TABLE = TABLES / f"{RELEASE}.json"
+# Bytes of a thread that Tritons before the newest keep in memory in some launches: a few registers, which costs time.
+OLDER_SPILL = 96
 
 
 @dataclass(frozen=True)
@@ -240,12 +242,17 @@ def complete(wanted: list[Wanted], processes: int) -> tuple[list[Row], list[str]
     return rows, failures
 
 
+def allowed_spill() -> int:
+    newer = [table for table in TABLES.glob("*.json") if release_order(table) > release_order(TABLE)]
+    return OLDER_SPILL if newer else 0
+
+
 def faults(rows: list[Row], limits: dict[str, int]) -> list[str]:
     """What no default configuration may do: spill, or want more shared memory than there is."""
-    found = []
+    found, allowed = [], allowed_spill()
     for row in rows:
         where = f"{row.kernel} on {row.target} ({row.call})"
-        if row.spilled:
+        if row.spilled > allowed:
             found.append(f"{where} spills {row.spilled} bytes a thread")
         if row.shared > limits[row.target]:
             found.append(f"{where} wants {row.shared} bytes of shared memory, of which there are {limits[row.target]}")
@@ -264,6 +271,13 @@ def release_order(table: Path) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", table.stem)))
 
 
+def spills_of(rows: list[Row]) -> str:
+    spilling = [row.spilled for row in rows if row.spilled]
+    if not spilling:
+        return "none spills"
+    return f"{len(spilling)} of {len(rows)} spill, {max(spilling)} bytes a thread at most"
+
+
 def markdown_of(targets: list[str]) -> str:
     """Every release's table, newest first."""
     tables = sorted(TABLES.glob("*.json"), key=release_order, reverse=True)
@@ -275,7 +289,9 @@ def markdown_of(targets: list[str]) -> str:
         "calls; bytes spilled, if any.",
     ]
     for table in tables:
-        lines += ["", f"## Triton {table.stem}", ""] + section_of(list(known_rows(table).values()), targets)
+        rows = list(known_rows(table).values())
+        lines += ["", f"## Triton {table.stem}", "", f"{len(rows)} launches; {spills_of(rows)}.", ""]
+        lines += section_of(rows, targets)
     return "\n".join(lines) + "\n"
 
 
@@ -346,7 +362,8 @@ def main() -> None:
         found += faults(rows, limits)
     if found:
         sys.exit("\n".join(f"triton_table: {text}" for text in found))
-    print(f"triton_table: {len(wanted)} launches by Triton {RELEASE} on {len(limits)} targets, none spills and all fit")
+    launches = f"{len(wanted)} launches by Triton {RELEASE} on {len(limits)} targets"
+    print(f"triton_table: {launches}, all fit; {spills_of(list(known_rows(TABLE).values()))}")
 
 
 if __name__ == "__main__":

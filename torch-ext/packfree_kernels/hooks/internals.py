@@ -1,7 +1,7 @@
 """Everything that the hooks know about the inside of transformers and kernels.
 
-Checked against transformers 5.22.2 with kernels 0.17.2, and against transformers 5.24.0 with the same kernels let
-through its version check. What is relied on:
+Checked against the releases of transformers below, from 5.23 on with kernels 0.17.2 let through its version check. What
+is relied on:
 
 - sequence-mixing functions are globals of ``modeling_*`` modules and are called through them. With ``kernels`` in use
   they are instances whose class has ``kernel_layer_name``; without it (or with ``USE_HUB_KERNELS=0``) they are plain
@@ -26,7 +26,8 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import Tensor
 
-CHECKED_TRANSFORMERS = ("5.22.2", "5.24.0")
+# Minor releases, of each of which one was run whole (docs/versions.md).
+CHECKED_TRANSFORMERS = ("5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
 
 MODEL_MODULE = "transformers.modeling_utils"
 
@@ -97,6 +98,10 @@ ATTENTION_NOT_EXPRESSED = {
 def loaded() -> bool:
     """Whether transformers' model base class exists in this process."""
     return hasattr(sys.modules.get(MODEL_MODULE), "PreTrainedModel")
+
+
+def minor_release(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def version() -> Optional[str]:

@@ -10,6 +10,7 @@ from typing import Dict, List, Optional, Tuple
 import torch
 
 from .._devices import cuda_paths, served_devices
+from . import internals
 
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -27,7 +28,7 @@ class HooksStatus:
         towers: image or sound towers that keep transformers' own attention -> which one.
         refused_models: model type (a trailing * stands for any ending) -> why it is refused.
         transformers: version in this process, or None while it is not imported.
-        checked_transformers: versions the hooks were checked against.
+        checked_transformers: minor releases the hooks were checked against, oldest first.
         variant: folder of this build, for example ``torch-stable-abi211-cpu-x86_64-linux``.
         kernel_id: the build's id.
         cpu_tier: instruction tier that the CPU kernels use, or None where it cannot be asked.
@@ -63,7 +64,8 @@ class HooksStatus:
             found.append("this build holds CPU kernels alone, in a CUDA build of torch: nothing of it serves a GPU")
         if self.reason.startswith("the hooks of another build"):
             found.append(self.reason)
-        if self.transformers is not None and self.transformers not in self.checked_transformers:
+        checked = self.checked_transformers
+        if self.transformers is not None and internals.minor_release(self.transformers) not in checked:
             found.append(f"the hooks were not checked against transformers {self.transformers}")
         return tuple(found)
 
@@ -72,7 +74,7 @@ class HooksStatus:
         return "installed" if self.installed else f"not installed: {self.reason}"
 
     def __str__(self) -> str:
-        checked = ", ".join(self.checked_transformers)
+        checked = f"{self.checked_transformers[0]} to {self.checked_transformers[-1]}"
         lines = [
             f"packfree-kernels hooks: {self.state}",
             f"  build          {self.variant} ({self.kernel_id or 'no metadata'})",
