@@ -2,7 +2,7 @@
 # make test    the whole test suite
 # make build   the CPU variant, into build/
 # make bench   every op against its alternatives, into benchmarks/results/
-# make check   lint, format rules and ABI of the built variant
+# make check   lint, format of C++ and ABI of the built variant
 # make sanitize  fuzz kernels and bindings under guard pages and sanitizers; SANITIZE="--inputs 5000" for longer
 # make variants  every variant that this platform can build
 # make emulate  the aarch64 variant on an emulated CPU (downloads up to 3 GB)
@@ -38,6 +38,7 @@ bench: build
 
 check: build
 	@$(BIN)/ruff check .
+	@$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 	@$(BIN)/python tools/sync_build.py --check
 	@$(BIN)/python tools/check.py
 

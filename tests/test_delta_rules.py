@@ -282,7 +282,7 @@ def test_gradients_of_expanded_cotangents(kernel, rule):
 
 REJECTED = [
     (dict(q=torch.randn(13, 1, 16)), ValueError, r"q must have 4 dimensions, got shape \(13, 1, 16\)"),
-    (dict(q=1.0), TypeError, "q must be a tensor, got float"),
+    (dict(q=1.0), TypeError, "q must be a tensor, got 1.0"),
     (dict(q=torch.ones(1, 13, 1, 16, dtype=torch.int64)), TypeError, "q must have one of the dtypes .*, got int64"),
     (dict(k=torch.randn(1, 13, 1, 15)), ValueError, r"k must have shape \[B, T, H, K\] = \(1, 13, 1, 16\)"),
     (dict(v=torch.randn(1, 12, 2, 24)), ValueError, r"v must have shape \[B, T, HV, V\] with B, T = \(1, 13\)"),

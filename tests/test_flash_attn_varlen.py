@@ -308,7 +308,7 @@ _RANGES = torch.tensor([[0, 2]] * 8)
         (dict(max_seqlen_k=torch.tensor(4)), ValueError, "max_seqlen_k must be at least the longest sequence"),
         (dict(dropout_p=1.0), ValueError, r"dropout_p must lie in \[0, 1\), got 1.0"),
         (dict(softcap=-1.0), ValueError, "softcap must be 0 .off. or positive, got -1.0"),
-        (dict(window_size=3), ValueError, r"window_size must be \(left, right\), got 3"),
+        (dict(window_size=3), TypeError, r"window_size must be two ints \(left, right\), got 3"),
         (dict(s_aux=torch.randn(2)), ValueError, r"s_aux must have shape \[H\] = \(4,\), got \(2,\)"),
         (dict(alibi_slopes=torch.ones(4)), NotImplementedError, "alibi_slopes is not supported"),
         (dict(block_table=torch.zeros(1, 1)), NotImplementedError, "block_table is not supported"),

@@ -49,11 +49,11 @@ def test_simd_verbs_of_aarch64(aarch64_checks, cpu, tier):
 
 
 def test_every_tier_is_compiled_checked_and_named():
-    """A tier is a begin_<tier>.h, a name, texts in each kind of op and a place among the checks above."""
+    """A tier is a begin_<tier>.h, a name and a place in each_tier.h, which every op has, and among the checks above."""
     tiers = {path.stem[len("begin_") :] for path in SIMD.glob("begin_*.h")}
     named = re.findall(r"kNames\[\] = \{(.*)\};", (SIMD / "tier.cpp").read_text())
     assert {name.strip(' "') for line in named for name in line.split(",")} == tiers
-    places = [SIMD / "each_tier.h", ROOT / "tests/cpp/test_simd.cpp"]
-    places.append(ROOT / "kernel_src/cpu/flash_attn_varlen/flash_attn_varlen.cpp")
-    for path in places:
+    for path in (SIMD / "each_tier.h", ROOT / "tests/cpp/test_simd.cpp"):
         assert set(re.findall(r'#include "cpu/simd/begin_(\w+)\.h"', path.read_text())) == tiers, path
+    for source in (ROOT / "kernel_src" / "cpu").glob("*/*.cpp"):
+        assert source.parent == SIMD or '#include "cpu/simd/each_tier.h"' in source.read_text(), source

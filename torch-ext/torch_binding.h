@@ -7,8 +7,8 @@ namespace packfree {
 
 using OpLibrary = torch::stable::detail::StableLibrary;
 
-#define PACKFREE_OP(name)                \
-  void define_##name(OpLibrary& ops);    \
+#define PACKFREE_OP(name)             \
+  void define_##name(OpLibrary& ops); \
   void implement_##name##_cpu(OpLibrary& ops);
 #include "op_list.h"
 #undef PACKFREE_OP

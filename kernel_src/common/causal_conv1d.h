@@ -20,13 +20,13 @@ struct ConvStrides {
 
 // Elem is the dtype of x; Acc is float, or double where x is double. All pointers below are to one or the other.
 struct ConvArgs {
-  PackingView packing;        // over the B * T tokens of all rows; no sequence crosses a row
-  int64_t row_tokens;         // T
-  int64_t channels;           // D
-  int width;                  // W
-  bool silu;                  // y = silu(z), else y = z
-  bool channels_last;         // channels lie side by side in x (stride 1), else tokens do
-  const void* x;              // Elem
+  PackingView packing;  // over the B * T tokens of all rows; no sequence crosses a row
+  int64_t row_tokens;   // T
+  int64_t channels;     // D
+  int width;            // W
+  bool silu;            // y = silu(z), else y = z
+  bool channels_last;   // channels lie side by side in x (stride 1), else tokens do
+  const void* x;        // Elem
   ConvStrides x_strides;
   const void* weight;         // Acc [W, D]
   const void* bias;           // Acc [D], or null
@@ -35,27 +35,29 @@ struct ConvArgs {
 };
 
 struct ConvForwardArgs : ConvArgs {
-  void* y;            // Elem, x's axis order, contiguous
+  void* y;  // Elem, x's axis order, contiguous
   ConvStrides y_strides;
   void* final_state;  // Elem [N, D, W - 1], or null
 };
 
 struct ConvBackwardArgs : ConvArgs {
-  const void* dy;            // Elem
+  const void* dy;  // Elem
   ConvStrides dy_strides;
   const void* dfinal_state;  // Acc [N, D, W - 1], or null
   void* dx;                  // Elem, x's axis order, contiguous
   ConvStrides dx_strides;
-  void* dinitial_state;      // Acc [N, D, W - 1], or null
-  void* partials;            // Acc [groups, W + 1, D]: sums of dweight's W rows and of dbias over each group
+  void* dinitial_state;  // Acc [N, D, W - 1], or null
+  void* dweight;         // Acc [D, W]
+  void* dbias;           // Acc [D], or null
+  void* partials;        // Acc [groups, W + 1, D]: sums of dweight's W rows and of dbias over each group
 };
 
 struct ConvUpdateArgs {
   int64_t batch, channels, tokens;
   int width;
-  int64_t state_length;          // >= W - 1
+  int64_t state_length;  // >= W - 1
   bool silu;
-  const void* x;                 // Elem [B, D, T]
+  const void* x;  // Elem [B, D, T]
   ConvStrides x_strides;
   void* state;                   // Elem, shifted in place; row of batch entry b is state_rows[b]
   ConvStrides state_strides;     // its "token" axis has state_length entries

@@ -36,16 +36,16 @@ struct ScanCoefficients {
 
 // Acc is float, or double where u is double; then every tensor is.
 struct ScanArgs {
-  PackingView packing;        // over the B * T tokens of all rows; no sequence crosses a row
-  int64_t row_tokens;         // T
-  int64_t channels;           // D
-  int64_t states;             // N
-  int64_t groups;             // G: channels [g D / G, (g + 1) D / G) read group g of B and C
-  bool softplus;              // delta = softplus(delta + delta_bias), else the sum itself
-  ScanInput u;                // [B, D, T]
-  ScanInput delta;            // [B, D, T]
-  ScanInput z;                // [B, D, T], or absent: no gate
-  const void* A;              // Acc [D, N]
+  PackingView packing;  // over the B * T tokens of all rows; no sequence crosses a row
+  int64_t row_tokens;   // T
+  int64_t channels;     // D
+  int64_t states;       // N
+  int64_t groups;       // G: channels [g D / G, (g + 1) D / G) read group g of B and C
+  bool softplus;        // delta = softplus(delta + delta_bias), else the sum itself
+  ScanInput u;          // [B, D, T]
+  ScanInput delta;      // [B, D, T]
+  ScanInput z;          // [B, D, T], or absent: no gate
+  const void* A;        // Acc [D, N]
   ScanCoefficients B;
   ScanCoefficients C;
   const void* D;              // Acc [D], or null: zeros

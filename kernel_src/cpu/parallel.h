@@ -18,8 +18,8 @@ inline int64_t ParallelWorkers(int64_t items) {
 
 // Calls body(item), or body(item, worker) if it takes two, once for every item in [0, items), on the threads of the
 // torch pool. Items are handed out one at a time in rising order, so put the longest first where they differ. Which
-// thread runs an item is not defined: an item must own what it writes, and its arithmetic must not depend on the thread.
-// Items that run at the same time have different workers in [0, ParallelWorkers(items)).
+// thread runs an item is not defined: an item must own what it writes, and its arithmetic must not depend on the
+// thread. Items that run at the same time have different workers in [0, ParallelWorkers(items)).
 template <class Body>
 void ParallelForEach(int64_t items, const Body& body) {
   if (items <= 0) return;
@@ -36,8 +36,8 @@ void ParallelForEach(int64_t items, const Body& body) {
   });
 }
 
-// Waits until another item has stored `value` in the counter with a release. That item must have been handed out earlier,
-// so it is running or done. Gives the core away after a while, for the case that threads outnumber cores.
+// Waits until another item has stored `value` in the counter with a release. That item must have been handed out
+// earlier, so it is running or done. Gives the core away after a while, for the case that threads outnumber cores.
 inline void WaitFor(const int32_t* counter, int32_t value) {
   for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != value; ++spins) {
     if (spins >= 1000) std::this_thread::yield();

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "common/dtypes.h"
@@ -41,14 +43,27 @@ int64_t ScratchBytes(Dtype dtype, const Sizes&... sizes) {
   return pieces.used() * static_cast<int64_t>(sizeof(float));
 }
 
+// Memory of one call, aligned to a cache line, contents unspecified.
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes)
+      : data_(std::aligned_alloc(64, (static_cast<size_t>(bytes == 0 ? 1 : bytes) + 63) / 64 * 64)) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  void* get() const { return data_; }
+
+ private:
+  void* data_;
+};
+
 // Buffers for the work items of one call: as many as items run at once, each `bytes` long, aligned to a cache line,
 // contents unspecified.
 class ScratchPool {
  public:
-  explicit ScratchPool(int64_t bytes) : bytes_((static_cast<size_t>(bytes) + 63) / 64 * 64) {}
-  ~ScratchPool() {
-    for (void* buffer : free_) std::free(buffer);
-  }
+  explicit ScratchPool(int64_t bytes) : bytes_(bytes) {}
   ScratchPool(const ScratchPool&) = delete;
   ScratchPool& operator=(const ScratchPool&) = delete;
 
@@ -56,38 +71,36 @@ class ScratchPool {
   class Lease {
    public:
     explicit Lease(ScratchPool* pool) : pool_(pool), buffer_(pool->Take()) {}
-    ~Lease() { pool_->Give(buffer_); }
+    ~Lease() { pool_->Give(std::move(buffer_)); }
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
-    void* get() const { return buffer_; }
+    void* get() const { return buffer_->get(); }
 
    private:
     ScratchPool* pool_;
-    void* buffer_;
+    std::unique_ptr<Buffer> buffer_;
   };
 
  private:
-  void* Take() {
+  std::unique_ptr<Buffer> Take() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!free_.empty()) {
-        void* buffer = free_.back();
+        std::unique_ptr<Buffer> buffer = std::move(free_.back());
         free_.pop_back();
         return buffer;
       }
     }
-    void* buffer = std::aligned_alloc(64, bytes_ == 0 ? 64 : bytes_);
-    if (buffer == nullptr) throw std::bad_alloc();
-    return buffer;
+    return std::make_unique<Buffer>(bytes_);
   }
-  void Give(void* buffer) {
+  void Give(std::unique_ptr<Buffer> buffer) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(buffer);
+    free_.push_back(std::move(buffer));
   }
 
-  size_t bytes_;
+  int64_t bytes_;
   std::mutex mutex_;
-  std::vector<void*> free_;
+  std::vector<std::unique_ptr<Buffer>> free_;
 };
 
 }  // namespace packfree

@@ -19,7 +19,9 @@ void CheckMath(const char* tier) {
     const double softplus = x > 20 ? double(x) : std::log1p(std::exp(double(x)));
     softplus_error = std::fmax(softplus_error, RelativeError(Softplus<Acc>(Set<Acc>(x))[0], softplus));
     // Near 1 the logarithm is small, so its error is measured against 1.
-    if (x > 0) log_error = std::fmax(log_error, std::fabs(LogOne<Acc>(x) - std::log(double(x))) / (1 + std::fabs(std::log(double(x)))));
+    if (x > 0)
+      log_error =
+          std::fmax(log_error, std::fabs(LogOne<Acc>(x) - std::log(double(x))) / (1 + std::fabs(std::log(double(x)))));
   }
   Check(exp_error < 2 * eps, tier, "Exp", exp_error / eps);
   Check(tanh_error < 8 * eps, tier, "Tanh", tanh_error / eps);

@@ -48,9 +48,8 @@ void Run(BoundaryRule rule, int64_t rows, int64_t length) {
   std::vector<BoundaryCount> counts(source.tiles());
   std::vector<int32_t> offsets(tokens + 1, -1);
   BoundaryScratch scratch;
-  RunGrid(source.tiles(), [&](const ThreadBlock& block) {
-    CountBoundaries(block, marks, tokens, counts.data(), scratch);
-  });
+  RunGrid(source.tiles(),
+          [&](const ThreadBlock& block) { CountBoundaries(block, marks, tokens, counts.data(), scratch); });
   RunGrid(source.tiles(), [&](const ThreadBlock& block) {
     PlaceBoundaries(block, marks, tokens, source.tiles(), clip, counts.data(), offsets.data(), scratch);
   });

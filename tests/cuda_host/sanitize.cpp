@@ -116,11 +116,22 @@ static void Convolution(Input& input) {
 
   const int64_t B = input.Between(1, 3), length = input.Between(args.width - 1, args.width + 1);
   const int64_t tokens = input.Between(1, 3);
-  const ConvUpdateArgs update{B, D, tokens, args.width, length, args.silu,
-                              input.Tensor(args.dtype, B * D * tokens), {D * tokens, 1, tokens},
-                              input.Tensor(args.dtype, B * D * length), {D * length, 1, length}, nullptr,
-                              input.Coin() ? input.Integers(std::vector<int64_t>(B, 5)) : nullptr, args.weight,
-                              args.bias, input.Tensor(args.dtype, B * D * tokens), args.dtype};
+  const ConvUpdateArgs update{B,
+                              D,
+                              tokens,
+                              args.width,
+                              length,
+                              args.silu,
+                              input.Tensor(args.dtype, B * D * tokens),
+                              {D * tokens, 1, tokens},
+                              input.Tensor(args.dtype, B * D * length),
+                              {D * length, 1, length},
+                              nullptr,
+                              input.Coin() ? input.Integers(std::vector<int64_t>(B, 5)) : nullptr,
+                              args.weight,
+                              args.bias,
+                              input.Tensor(args.dtype, B * D * tokens),
+                              args.dtype};
   Expect(causal_conv1d_update_cuda(update, B, nullptr));
 }
 
@@ -186,21 +197,45 @@ static void StateUpdate(Input& input) {
   std::vector<int64_t> slots(B);
   for (int64_t b = 0; b < B; ++b) slots[b] = input.Coin() ? b : input.Coin() ? -1 : B;
   const int64_t* state_of = input.Coin() ? input.Integers(slots) : nullptr;
-  const SelectiveStateUpdate args{B, H, G, P, S, input.Tensor(state_dtype, rows * S), H * P * S, P * S, S, B, state_of,
-                                  wide, input.Tensor(dtype, rows), input.Tensor(coefficients, B * G * S),
-                                  input.Tensor(coefficients, B * G * S), wide_coefficients, gated ? input.Tensor(dtype, rows) : nullptr,
-                                  input.Floats(rows), H * P, P, 1, input.Floats(H * P * S), P * S, S, 1,
-                                  input.FloatsOrNull(H * P), input.FloatsOrNull(H * P), input.Coin(),
+  const SelectiveStateUpdate args{dtype,
+                                  B,
+                                  H,
+                                  G,
+                                  P,
+                                  S,
+                                  input.Tensor(state_dtype, rows * S),
+                                  H * P * S,
+                                  P * S,
+                                  S,
+                                  B,
+                                  state_of,
+                                  wide,
+                                  input.Tensor(dtype, rows),
+                                  input.Tensor(coefficients, B * G * S),
+                                  input.Tensor(coefficients, B * G * S),
+                                  wide_coefficients,
+                                  gated ? input.Tensor(dtype, rows) : nullptr,
+                                  input.Floats(rows),
+                                  H * P,
+                                  P,
+                                  1,
+                                  input.Floats(H * P * S),
+                                  P * S,
+                                  S,
+                                  1,
+                                  input.FloatsOrNull(H * P),
+                                  input.FloatsOrNull(H * P),
+                                  input.Coin(),
                                   input.Tensor(dtype, rows)};
-  Expect(selective_state_update_cuda(args, dtype, nullptr));
+  Expect(selective_state_update_cuda(args, nullptr));
 }
 
 static void Boundaries(Input& input) {
   const int64_t rows = input.Between(1, 2), T = input.Between(1, 20 * most_tokens);
   std::vector<int64_t> positions(rows * T);
   for (int64_t& position : positions) position = input.Between(0, 2);
-  const BoundarySource source{input.Integers(positions), true, static_cast<BoundaryRule>(input.Between(0, 2)), T,
-                              rows * T, rows == 1};
+  const BoundarySource source{
+      input.Integers(positions), true, static_cast<BoundaryRule>(input.Between(0, 2)), T, rows * T, rows == 1};
   auto* counts = reinterpret_cast<BoundaryCount*>(input.Integers(std::vector<int64_t>(source.tiles())));
   int32_t* offsets = input.Integers(std::vector<int32_t>(rows * T + 1));
   Expect(boundaries_cuda(source, counts, offsets, nullptr));

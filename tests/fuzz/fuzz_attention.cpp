@@ -23,7 +23,9 @@ std::vector<int64_t> DrawKeyLengths(Draw& draw, const PackingView& queries, int6
   for (int64_t n = 0; n < queries.num_sequences; ++n) {
     int64_t length = queries.length(n);
     if (!equal && !draw.Chance(30)) {
-      length = draw.Chance(20) ? 0 : draw.Chance(30) ? draw.Pick<int64_t>({127, 128, 129, 512, 513}) : draw.Between(1, 70);
+      length = draw.Chance(20)   ? 0
+               : draw.Chance(30) ? draw.Pick<int64_t>({127, 128, 129, 512, 513})
+                                 : draw.Between(1, 70);
     }
     if (!equal) length = std::min(length, left);
     left -= length;
@@ -58,7 +60,7 @@ void FuzzAttention(Trial& trial) {
   Draw& draw = trial.draw;
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   AttentionArgs shared{};
-  shared.tier = trial.DrawTier(kBestTier);
+  const Tier tier = trial.DrawTier(kBestTier);
   shared.dtype = dtype;
   shared.K = DrawDim(draw);
   shared.V = draw.Chance(60) ? shared.K : DrawDim(draw);
@@ -85,8 +87,8 @@ void FuzzAttention(Trial& trial) {
   shared.dropout_seed = draw.Bits();
   const bool sinks = draw.Chance(30), want_lse = draw.Chance(80), dlse = draw.Chance(30);
   trial.Describe("tier %s, %s, H=%ld HK=%ld K=%ld V=%ld, scale %g softcap %g window %ld %ld dropout %g%s%s%s%s",
-                 TierName(shared.tier), NameOf(dtype), H, HK, K, V, shared.softmax_scale, shared.softcap,
-                 shared.window_left, shared.window_right, shared.dropout_p, shared.visible_keys != nullptr ? ", ranges" : "",
+                 TierName(tier), NameOf(dtype), H, HK, K, V, shared.softmax_scale, shared.softcap, shared.window_left,
+                 shared.window_right, shared.dropout_p, shared.visible_keys != nullptr ? ", ranges" : "",
                  sinks ? ", sinks" : "", want_lse ? ", lse" : "", dlse ? ", dlse" : "");
 
   const Axes q_axes = PerToken(shared.queries, {Tq, H, K}), out_axes = PerToken(shared.queries, {Tq, H, V});
@@ -101,7 +103,7 @@ void FuzzAttention(Trial& trial) {
   static_cast<AttentionArgs&>(forward) = shared;
   forward.out = trial.Write("out", dtype, out_axes);
   forward.lse = want_lse ? trial.Write("lse", wide, lse_axes) : nullptr;
-  flash_attn_varlen_fwd_cpu(forward);
+  FlashAttnVarlenForwardCpu(tier, forward);
   if (!want_lse) return;
 
   AttentionBackwardArgs backward{};
@@ -114,7 +116,7 @@ void FuzzAttention(Trial& trial) {
   backward.dk = trial.Write("dk", dtype, k_axes);
   backward.dv = trial.Write("dv", dtype, v_axes);
   backward.ds_aux = sinks ? trial.Write("ds_aux", wide, {{H}}) : nullptr;
-  flash_attn_varlen_bwd_cpu(backward);
+  FlashAttnVarlenBackwardCpu(tier, backward);
 }
 
 }  // namespace packfree::fuzz

@@ -51,10 +51,10 @@ void FuzzConv(Trial& trial) {
 
   ConvForwardArgs forward{};
   static_cast<ConvArgs&>(forward) = shared;
-  forward.y = trial.Write("y", dtype, axes, Padding::kUntouched);
+  forward.y = trial.Write("y", dtype, axes);
   forward.y_strides = StridesOf(dense, shared.channels_last);
   forward.final_state = final_state ? trial.Write("final_state", dtype, states) : nullptr;
-  causal_conv1d_fwd_cpu(forward, tier);
+  CausalConv1dForwardCpu(tier, forward);
 
   ConvBackwardArgs backward{};
   static_cast<ConvArgs&>(backward) = shared;
@@ -62,14 +62,12 @@ void FuzzConv(Trial& trial) {
   backward.dy = dy.data;
   backward.dy_strides = StridesOf(dy.strides, shared.channels_last);
   backward.dfinal_state = final_state ? trial.Read("dfinal_state", wide, states) : nullptr;
-  backward.dx = trial.Write("dx", dtype, axes, Padding::kUntouched);
+  backward.dx = trial.Write("dx", dtype, axes);
   backward.dx_strides = StridesOf(dense, shared.channels_last);
   backward.dinitial_state = initial ? trial.Write("dinitial_state", wide, states) : nullptr;
-  const int64_t groups = ConvGroups(shared.packing, shared.channels_last);
-  backward.partials = trial.Write("partials", wide, {{groups, W + 1, D}});
-  causal_conv1d_bwd_cpu(backward, tier);
-  causal_conv1d_reduce_cpu(backward, groups, trial.Write("dweight", wide, {{D, W}}),
-                           bias ? trial.Write("dbias", wide, {{D}}) : nullptr);
+  backward.dweight = trial.Write("dweight", wide, {{D, W}});
+  backward.dbias = bias ? trial.Write("dbias", wide, {{D}}) : nullptr;
+  CausalConv1dBackwardCpu(tier, backward);
 }
 
 void FuzzConvUpdate(Trial& trial) {
@@ -86,8 +84,8 @@ void FuzzConvUpdate(Trial& trial) {
   args.state_length = args.width - 1 + draw.Between(0, 3);
   const bool bias = draw.Chance(50), circular = draw.Chance(50), named = draw.Chance(50);
   const int64_t rows = args.batch + (named ? draw.Between(0, 3) : 0);
-  trial.Describe("tier %s, %s, B=%ld T=%ld D=%ld W=%d, state %ld%s%s%s%s", TierName(tier), NameOf(dtype),
-                 args.batch, args.tokens, args.channels, args.width, args.state_length, args.silu ? ", silu" : "",
+  trial.Describe("tier %s, %s, B=%ld T=%ld D=%ld W=%d, state %ld%s%s%s%s", TierName(tier), NameOf(dtype), args.batch,
+                 args.tokens, args.channels, args.width, args.state_length, args.silu ? ", silu" : "",
                  bias ? ", bias" : "", circular ? ", circular" : "", named ? ", named rows" : "");
 
   const Axes axes = {{args.batch, args.channels, args.tokens}};
@@ -108,7 +106,7 @@ void FuzzConvUpdate(Trial& trial) {
   args.weight = trial.Read("weight", wide, {{args.width, args.channels}});
   args.bias = bias ? trial.Read("bias", wide, {{args.channels}}) : nullptr;
   args.y = trial.Write("y", dtype, axes);
-  causal_conv1d_update_cpu(args, tier);
+  CausalConv1dUpdateCpu(tier, args);
 }
 
 }  // namespace packfree::fuzz

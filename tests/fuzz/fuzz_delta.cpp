@@ -32,16 +32,15 @@ void DrawInputs(Trial& trial, Dtype dtype, DeltaInputs* in) {
   const double most_key = 1.5 / std::sqrt(static_cast<double>(in->key_dim));
   const Strided q = trial.Read("q", dtype, key_axes, Lies::kLastDense);
   const Strided k = trial.Read("k", dtype, key_axes, Lies::kLastDense, {-most_key, most_key});
-  const Strided v = trial.Read("v", dtype, PerToken(in->packing, {T, in->value_heads, in->value_dim}), Lies::kLastDense);
+  const Strided v =
+      trial.Read("v", dtype, PerToken(in->packing, {T, in->value_heads, in->value_dim}), Lies::kLastDense);
   in->q = q.data, in->q_token = q.strides[0], in->q_head = q.strides[1];
   in->k = k.data, in->k_token = k.strides[0], in->k_head = k.strides[1];
   in->v = v.data, in->v_token = v.strides[0], in->v_head = v.strides[1];
   in->beta = trial.Read("beta", Wide(dtype), PerToken(in->packing, {T, in->value_heads}), {0, 1});
 }
 
-Axes States(const DeltaInputs& in) {
-  return {{in.packing.num_sequences, in.value_heads, in.key_dim, in.value_dim}};
-}
+Axes States(const DeltaInputs& in) { return {{in.packing.num_sequences, in.value_heads, in.key_dim, in.value_dim}}; }
 
 // Log-decays: mild, strong, none, or so strong that their exponentials underflow.
 Range DrawDecay(Draw& draw) { return draw.Pick<Range>({{-0.5, 0}, {-5, 0}, {0, 0}, {-1e4, 0}}); }
@@ -86,6 +85,7 @@ void FuzzGatedDeltaRule(Trial& trial) {
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   const Tier tier = trial.DrawTier(kVectorTier);
   DeltaInputs in{};
+  in.dtype = dtype;
   DrawInputs(trial, dtype, &in);
   const Axes gate_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads});
   in.g = trial.Read("g", wide, gate_axes, DrawDecay(draw));
@@ -93,12 +93,11 @@ void FuzzGatedDeltaRule(Trial& trial) {
   const bool final_state = draw.Chance(50);
   DescribeRule(trial, tier, dtype, in, final_state, "");
 
-  GatedDeltaRuleForwardCpu(tier, dtype, NewForward(trial, dtype, in, final_state, "o", "final_state"));
-  GatedDeltaRuleRecurrentCpu(tier, dtype,
-                             NewForward(trial, dtype, in, final_state, "recurrent o", "recurrent final_state"));
+  GatedDeltaRuleForwardCpu(tier, NewForward(trial, dtype, in, final_state, "o", "final_state"));
+  GatedDeltaRuleRecurrentCpu(tier, NewForward(trial, dtype, in, final_state, "recurrent o", "recurrent final_state"));
   GatedDeltaRuleBackward backward{};
   FillBackward(trial, dtype, in, gate_axes, final_state, &backward);
-  GatedDeltaRuleBackwardCpu(tier, dtype, backward);
+  GatedDeltaRuleBackwardCpu(tier, backward);
 }
 
 void FuzzKda(Trial& trial) {
@@ -106,6 +105,7 @@ void FuzzKda(Trial& trial) {
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   const Tier tier = trial.DrawTier(kVectorTier);
   KdaInputs in{};
+  in.dtype = dtype;
   DrawInputs(trial, dtype, &in);
   const Axes gate_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads, in.key_dim});
   const Axes parameter_axes = {{in.value_heads, in.key_dim}};
@@ -120,15 +120,18 @@ void FuzzKda(Trial& trial) {
   in.initial_state = draw.Chance(50) ? trial.Read("initial_state", wide, States(in)) : nullptr;
   const bool final_state = draw.Chance(50);
   DescribeRule(trial, tier, dtype, in, final_state,
-               !gate ? "" : in.bounded ? ", bounded gate" : in.dt_bias != nullptr ? ", gate with bias" : ", gate");
+               !gate                   ? ""
+               : in.bounded            ? ", bounded gate"
+               : in.dt_bias != nullptr ? ", gate with bias"
+                                       : ", gate");
 
-  KdaForwardCpu(tier, dtype, NewForward(trial, dtype, in, final_state, "o", "final_state"));
-  KdaRecurrentCpu(tier, dtype, NewForward(trial, dtype, in, final_state, "recurrent o", "recurrent final_state"));
+  KdaForwardCpu(tier, NewForward(trial, dtype, in, final_state, "o", "final_state"));
+  KdaRecurrentCpu(tier, NewForward(trial, dtype, in, final_state, "recurrent o", "recurrent final_state"));
   KdaBackward backward{};
   FillBackward<KdaInputs>(trial, dtype, in, gate_axes, final_state, &backward);
   backward.d_a_log = in.a_log != nullptr ? trial.Write("d_a_log", wide, {{in.value_heads}}) : nullptr;
   backward.d_dt_bias = in.dt_bias != nullptr ? trial.Write("d_dt_bias", wide, parameter_axes) : nullptr;
-  KdaBackwardCpu(tier, dtype, backward);
+  KdaBackwardCpu(tier, backward);
 }
 
 }  // namespace packfree::fuzz

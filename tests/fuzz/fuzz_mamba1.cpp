@@ -28,10 +28,10 @@ ScanOutput WriteStream(Trial& trial, const char* name, Dtype dtype, const Shape&
   const int64_t whole = shape.channels * shape.tokens;
   if (channels_last) {
     const Axes axes = PerToken(shape.packing, {shape.rows, shape.tokens, shape.channels}, 1, 0);
-    return {trial.Write(name, dtype, axes, Padding::kUntouched), dtype, {whole, 1, shape.channels}};
+    return {trial.Write(name, dtype, axes), dtype, {whole, 1, shape.channels}};
   }
   const Axes axes = PerToken(shape.packing, {shape.rows, shape.channels, shape.tokens}, 2, 0);
-  return {trial.Write(name, dtype, axes, Padding::kUntouched), dtype, {whole, shape.tokens, 1}};
+  return {trial.Write(name, dtype, axes), dtype, {whole, shape.tokens, 1}};
 }
 
 ScanCoefficients ReadCoefficients(Trial& trial, const char* name, Dtype dtype, Dtype wide, const Shape& shape) {
@@ -49,17 +49,11 @@ ScanCoefficients ReadCoefficients(Trial& trial, const char* name, Dtype dtype, D
   return {tensor.data, false, dtype, tensor.strides[0], tensor.strides[1], state, tensor.strides[3]};
 }
 
-// The gradient of B or C, and the partial sums that it is made from.
-void WriteCoefficientGradient(Trial& trial, const char* name, const char* partials_name, const ScanCoefficients& of,
-                              const ScanArgs& args, Dtype wide, void** gradient, void** partials) {
-  if (of.fixed) {
-    *gradient = trial.Write(name, wide, {{args.channels, args.states}});
-    return;
-  }
-  const int64_t tokens = args.packing.tokens;
-  *gradient = trial.Write(name, of.dtype, PerToken(args.packing, {tokens, args.groups, args.states}), Padding::kUntouched);
-  const Axes axes = PerToken(args.packing, {ScanChannelBlocks(args), tokens, args.states}, 1);
-  *partials = trial.Write(partials_name, wide, axes, Padding::kUntouched);
+// The gradient of B or C.
+void* WriteCoefficientGradient(Trial& trial, const char* name, const ScanCoefficients& of, const ScanArgs& args,
+                               Dtype wide) {
+  if (of.fixed) return trial.Write(name, wide, {{args.channels, args.states}});
+  return trial.Write(name, of.dtype, PerToken(args.packing, {args.packing.tokens, args.groups, args.states}));
 }
 
 }  // namespace
@@ -108,7 +102,7 @@ void FuzzMamba1(Trial& trial) {
   static_cast<ScanArgs&>(forward) = shared;
   forward.y = WriteStream(trial, "y", dtype, shape, channels_last);
   forward.final_state = final_state ? trial.Write("final_state", wide, states) : nullptr;
-  mamba1_scan_fwd_cpu(forward, tier);
+  Mamba1ScanForwardCpu(tier, forward);
 
   ScanBackwardArgs backward{};
   static_cast<ScanArgs&>(backward) = shared;
@@ -119,13 +113,11 @@ void FuzzMamba1(Trial& trial) {
   if (gate) backward.dz = WriteStream(trial, "dz", shared.z.dtype, shape, channels_last);
   backward.dinitial_state = initial ? trial.Write("dinitial_state", wide, states) : nullptr;
   backward.dA = trial.Write("dA", wide, {{shape.channels, shape.states}});
-  WriteCoefficientGradient(trial, "dB", "dB_partials", shared.B, shared, wide, &backward.dB, &backward.dB_partials);
-  WriteCoefficientGradient(trial, "dC", "dC_partials", shared.C, shared, wide, &backward.dC, &backward.dC_partials);
+  backward.dB = WriteCoefficientGradient(trial, "dB", shared.B, shared, wide);
+  backward.dC = WriteCoefficientGradient(trial, "dC", shared.C, shared, wide);
   backward.dD = skip ? trial.Write("dD", wide, {{shape.channels}}) : nullptr;
   backward.ddelta_bias = bias ? trial.Write("ddelta_bias", wide, {{shape.channels}}) : nullptr;
-  backward.parameter_partials = trial.Write(
-      "parameter_partials", wide, {{ScanGroups(shared.packing), ScanParameterRows(shared), shape.channels}});
-  mamba1_scan_bwd_cpu(backward, tier);
+  Mamba1ScanBackwardCpu(tier, backward);
 }
 
 }  // namespace packfree::fuzz

@@ -19,6 +19,7 @@ void FuzzMamba2(Trial& trial) {
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   const Tier tier = trial.DrawTier(kVectorTier);
   Mamba2ScanInputs in{};
+  in.dtype = dtype;
   in.groups = draw.Between(1, 3);
   in.heads = in.groups * draw.Pick<int64_t>({1, 2, 4, 5, 9});
   in.head_dim = DrawDim(draw);
@@ -49,13 +50,13 @@ void FuzzMamba2(Trial& trial) {
   in.d = draw.Chance(50) ? trial.Read("D", wide, {{H, P}}) : nullptr;
   in.dt_bias = draw.Chance(50) ? trial.Read("dt_bias", wide, {{H}}, {0, 0.5}) : nullptr;
   in.initial_state = draw.Chance(50) ? trial.Read("initial_state", wide, states) : nullptr;
-  trial.Describe("tier %s, %s, H=%ld G=%ld P=%ld S=%ld%s%s%s%s%s%s, dt in %g .. %g", TierName(tier), NameOf(dtype), H, G,
-                 P, S, gate ? ", z" : "", in.d != nullptr ? ", D" : "", in.dt_bias != nullptr ? ", bias" : "",
+  trial.Describe("tier %s, %s, H=%ld G=%ld P=%ld S=%ld%s%s%s%s%s%s, dt in %g .. %g", TierName(tier), NameOf(dtype), H,
+                 G, P, S, gate ? ", z" : "", in.d != nullptr ? ", D" : "", in.dt_bias != nullptr ? ", bias" : "",
                  in.softplus ? ", softplus" : "", in.initial_state != nullptr ? ", initial state" : "",
                  final_state ? ", final state" : "", in.dt_min, in.dt_max);
 
-  Mamba2ScanForwardCpu(tier, dtype, {in, trial.Write("y", dtype, head_axes),
-                                     final_state ? trial.Write("final_state", wide, states) : nullptr});
+  Mamba2ScanForwardCpu(
+      tier, {in, trial.Write("y", dtype, head_axes), final_state ? trial.Write("final_state", wide, states) : nullptr});
   Mamba2ScanBackward backward{};
   backward.in = in;
   backward.d_y = trial.Read("d_y", dtype, head_axes);
@@ -69,7 +70,7 @@ void FuzzMamba2(Trial& trial) {
   backward.dz = gate ? trial.Write("dz", dtype, head_axes) : nullptr;
   backward.ddt_bias = in.dt_bias != nullptr ? trial.Write("ddt_bias", wide, {{H}}) : nullptr;
   backward.d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, states) : nullptr;
-  Mamba2ScanBackwardCpu(tier, dtype, backward);
+  Mamba2ScanBackwardCpu(tier, backward);
 }
 
 void FuzzStateUpdate(Trial& trial) {
@@ -77,6 +78,7 @@ void FuzzStateUpdate(Trial& trial) {
   const Dtype dtype = trial.DrawDtype(), wide = Wide(dtype);
   const Tier tier = trial.DrawTier(kVectorTier);
   SelectiveStateUpdate args{};
+  args.dtype = dtype;
   args.batch = draw.Between(0, 3);
   args.groups = draw.Between(1, 3);
   args.heads = args.groups * draw.Pick<int64_t>({1, 2, 5});
@@ -89,7 +91,8 @@ void FuzzStateUpdate(Trial& trial) {
   args.num_states = args.batch + (named ? draw.Between(0, 3) : 0);
   const int64_t B = args.batch, H = args.heads, P = args.head_dim, S = args.state_dim;
   const Axes head_axes = {{B, H, P}}, group_axes = {{B, args.groups, S}}, parameter_axes = {{H, P}};
-  const Strided state = trial.Update("state", args.wide_state ? wide : dtype, {{args.num_states, H, P, S}}, Lies::kLastDense);
+  const Strided state =
+      trial.Update("state", args.wide_state ? wide : dtype, {{args.num_states, H, P, S}}, Lies::kLastDense);
   args.state = state.data;
   args.state_batch = state.strides[0], args.state_head = state.strides[1], args.state_row = state.strides[2];
   args.x = trial.Read("x", dtype, head_axes);
@@ -110,11 +113,10 @@ void FuzzStateUpdate(Trial& trial) {
   args.dt_bias = draw.Chance(50) ? trial.Read("dt_bias", wide, parameter_axes, {0, 0.5}) : nullptr;
   trial.Describe("tier %s, %s, B=%ld H=%ld G=%ld P=%ld S=%ld%s%s%s%s%s%s%s", TierName(tier), NameOf(dtype), B, H,
                  args.groups, P, S, named ? ", named states" : "", args.wide_coefficients ? ", wide B and C" : "",
-                 args.wide_state ? ", wide state" : "", args.z != nullptr ? ", z" : "",
-                 args.d != nullptr ? ", D" : "", args.dt_bias != nullptr ? ", bias" : "",
-                 args.softplus ? ", softplus" : "");
+                 args.wide_state ? ", wide state" : "", args.z != nullptr ? ", z" : "", args.d != nullptr ? ", D" : "",
+                 args.dt_bias != nullptr ? ", bias" : "", args.softplus ? ", softplus" : "");
   args.y = trial.Write("y", dtype, head_axes);
-  SelectiveStateUpdateCpu(tier, dtype, args);
+  SelectiveStateUpdateCpu(tier, args);
 }
 
 }  // namespace packfree::fuzz

@@ -20,10 +20,14 @@ struct Op {
   void (*run)(Trial&);
 };
 constexpr Op kOps[] = {
-    {"causal_conv1d", FuzzConv},       {"causal_conv1d_update", FuzzConvUpdate},
-    {"flash_attn_varlen", FuzzAttention}, {"gated_delta_rule", FuzzGatedDeltaRule},
-    {"kda", FuzzKda},                  {"mamba1_scan", FuzzMamba1},
-    {"mamba2_scan", FuzzMamba2},       {"selective_state_update", FuzzStateUpdate},
+    {"causal_conv1d", FuzzConv},
+    {"causal_conv1d_update", FuzzConvUpdate},
+    {"flash_attn_varlen", FuzzAttention},
+    {"gated_delta_rule", FuzzGatedDeltaRule},
+    {"kda", FuzzKda},
+    {"mamba1_scan", FuzzMamba1},
+    {"mamba2_scan", FuzzMamba2},
+    {"selective_state_update", FuzzStateUpdate},
 };
 constexpr const char* kPlants[] = {"none", "short", "unwritten", "uninitialized", "padding", "race", "overflow"};
 

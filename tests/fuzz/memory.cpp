@@ -27,8 +27,8 @@ Surroundings g_surroundings{0xff, false, 1};
 bool g_guard_pages = false;
 
 struct Mapping {
-  char* start;    // of the page in front
-  size_t bytes;   // with both forbidden pages
+  char* start;   // of the page in front
+  size_t bytes;  // with both forbidden pages
   char* data;
   size_t data_bytes;
   const char* name;
@@ -77,8 +77,12 @@ void OnFault(int, siginfo_t* info, void*) {
     if (address < mapping.start || address >= mapping.start + mapping.bytes) continue;
     const char* end = mapping.data + mapping.data_bytes;
     std::printf("FINDING access of %s, which has %zu bytes: %td bytes %s\n", mapping.name, mapping.data_bytes,
-                address < mapping.data ? mapping.data - address : address >= end ? address - end : address - mapping.data,
-                address < mapping.data ? "in front of it" : address >= end ? "behind it" : "into it, but it is read-only");
+                address < mapping.data ? mapping.data - address
+                : address >= end       ? address - end
+                                       : address - mapping.data,
+                address < mapping.data ? "in front of it"
+                : address >= end       ? "behind it"
+                                       : "into it, but it is read-only");
     std::fflush(stdout);
     _exit(1);
   }

@@ -142,15 +142,16 @@ Tier Trial::DrawTier(Tier highest) {
 }
 
 Dtype Trial::DrawDtype() {
-  return draw.Pick<Dtype>({Dtype::kFloat32, Dtype::kFloat32, Dtype::kBFloat16, Dtype::kBFloat16, Dtype::kFloat16,
-                           Dtype::kFloat64});
+  return draw.Pick<Dtype>(
+      {Dtype::kFloat32, Dtype::kFloat32, Dtype::kBFloat16, Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat64});
 }
 
 int64_t Trial::DrawTokens(int64_t most, int64_t edge) {
   most = std::max<int64_t>(most, 1);
   if (draw.Chance(3)) return 0;
   if (draw.Chance(30)) return draw.Between(1, std::min<int64_t>(most, 8));
-  if (draw.Chance(50)) return std::clamp<int64_t>(draw.Between(1, 1 + most / edge) * edge + draw.Between(-1, 1), 1, most);
+  if (draw.Chance(50))
+    return std::clamp<int64_t>(draw.Between(1, 1 + most / edge) * edge + draw.Between(-1, 1), 1, most);
   return draw.Between(1, most);
 }
 
@@ -221,8 +222,15 @@ std::vector<int64_t> Trial::DrawStrides(const std::vector<int64_t>& sizes, Lies 
 
 void Trial::Fill(char* data, Dtype dtype, const Axes& axes, const std::vector<int64_t>& strides, int64_t extent,
                  Range range) {
-  const std::vector<double> odd = {0.0, -0.0, 1e-42, 3e38, -3e38, 65504.0, std::numeric_limits<double>::infinity(),
-                                   -std::numeric_limits<double>::infinity(), std::nan("")};
+  const std::vector<double> odd = {0.0,
+                                   -0.0,
+                                   1e-42,
+                                   3e38,
+                                   -3e38,
+                                   65504.0,
+                                   std::numeric_limits<double>::infinity(),
+                                   -std::numeric_limits<double>::infinity(),
+                                   std::nan("")};
   bool skip = plant_ == Plant::kUninitialized;
   ForEach(axes, strides, [&](const std::vector<int64_t>&, int64_t offset, bool padding) {
     if (padding) return;
@@ -314,7 +322,8 @@ bool Trial::CheckResult(const Result& result, std::string* bits) const {
   ForEach(result.axes, result.strides, [&](const std::vector<int64_t>& index, int64_t offset, bool padding) {
     element[static_cast<size_t>(offset)] = true;
     if (padding) {
-      if (!holds(offset, result.padding == Padding::kZero ? 0 : fresh)) finding("padding is not left as it must be", Text(index));
+      if (!holds(offset, result.padding == Padding::kZero ? 0 : fresh))
+        finding("padding is not left as it must be", Text(index));
       return;
     }
     const char* p = result.data + offset * bytes;

@@ -15,8 +15,8 @@
 
 namespace packfree::fuzz {
 
-// Faults put in on purpose, to see that they are found. The kernels stay as they are: they get wrong arguments, or their
-// results are spoilt.
+// Faults put in on purpose, to see that they are found. The kernels stay as they are: they get wrong arguments, or
+// their results are spoilt.
 enum class Plant {
   kNone,
   kShort,          // the last element of every tensor that is read lies outside its block
@@ -46,8 +46,8 @@ class Draw {
   uint64_t state_;
 };
 
-// Sizes of a tensor. One axis may count tokens: element [..., r, ..., t, ...] belongs to token r * sizes[token] + t, and
-// what belongs to tokens from `owned` on is padding.
+// Sizes of a tensor. One axis may count tokens: element [..., r, ..., t, ...] belongs to token r * sizes[token] + t,
+// and what belongs to tokens from `owned` on is padding.
 struct Axes {
   std::vector<int64_t> sizes;
   int token = -1;  // -1: none
@@ -119,7 +119,8 @@ class Trial {
     Padding padding;
   };
   std::vector<int64_t> DrawStrides(const std::vector<int64_t>& sizes, Lies lies, bool may_repeat);
-  void Fill(char* data, Dtype dtype, const Axes& axes, const std::vector<int64_t>& strides, int64_t extent, Range range);
+  void Fill(char* data, Dtype dtype, const Axes& axes, const std::vector<int64_t>& strides, int64_t extent,
+            Range range);
   bool CheckResult(const Result& result, std::string* bits) const;
   void Spoil();
 

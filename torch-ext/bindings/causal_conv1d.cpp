@@ -19,8 +19,7 @@ std::tuple<Tensor, Tensor> causal_conv1d_fwd(const Tensor& x, const Tensor& weig
   ConvInputs inputs(op, x, weight, bias, initial_states, silu, channels_last);
   inputs.SetPacking(ConvPacking(inputs, cu_seqlens));
   ConvForward out(inputs, want_states);
-  ClearPadding(inputs.args.packing, out.y);
-  causal_conv1d_fwd_cpu(out.args, CheckedTier(op));
+  CausalConv1dForwardCpu(CheckedTier(op), out.args);
   return {out.y, out.final_states};
 }
 
@@ -31,11 +30,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_bwd(
   const char* op = "causal_conv1d_bwd";
   ConvInputs inputs(op, x, weight, bias, initial_states, silu, channels_last);
   inputs.SetPacking(ConvPacking(inputs, cu_seqlens));
-  const int64_t groups = ConvGroups(inputs.args.packing, channels_last);
-  ConvBackward out(inputs, dy, dfinal_states, groups);
-  ClearPadding(inputs.args.packing, out.dx);
-  causal_conv1d_bwd_cpu(out.args, CheckedTier(op));
-  causal_conv1d_reduce_cpu(out.args, groups, out.dweight.mutable_data_ptr(), DataOrNull(out.dbias));
+  ConvBackward out(inputs, dy, dfinal_states, 0);
+  CausalConv1dBackwardCpu(CheckedTier(op), out.args);
   return {out.dx, out.dweight, out.dbias, out.dinitial};
 }
 
@@ -48,10 +44,10 @@ Tensor causal_conv1d_update(const Tensor& x, const Tensor& conv_state, const Ten
   const int64_t* seen_of = step.args.cache_seqlens;
   CheckSlots(op, "conv_state_indices", "conv_state", row_of, step.args.batch, step.rows);
   for (int64_t b = 0; seen_of != nullptr && b < step.args.batch; ++b) {
-    STD_TORCH_CHECK(seen_of[b] >= 0 || (row_of != nullptr && row_of[b] < 0), op,
-                    ": cache_seqlens must not be negative, got ", seen_of[b], " at index ", b);
+    PACKFREE_CHECK(seen_of[b] >= 0 || (row_of != nullptr && row_of[b] < 0), op,
+                   ": cache_seqlens must not be negative, got ", seen_of[b], " at index ", b);
   }
-  causal_conv1d_update_cpu(step.args, CheckedTier(op));
+  CausalConv1dUpdateCpu(CheckedTier(op), step.args);
   return step.y;
 }
 

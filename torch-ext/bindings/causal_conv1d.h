@@ -14,8 +14,8 @@ inline ConvStrides ConvStridesOf(const Tensor& tensor, bool channels_last) {
 }
 
 inline void CheckConvWidth(const char* op, int64_t width) {
-  STD_TORCH_CHECK(width >= kConvMinWidth && width <= kConvMaxWidth, op, ": weight must have width ", kConvMinWidth,
-                  " to ", kConvMaxWidth, ", got ", width);
+  PACKFREE_CHECK(width >= kConvMinWidth && width <= kConvMaxWidth, op, ": weight must have width ", kConvMinWidth,
+                 " to ", kConvMaxWidth, ", got ", width);
 }
 
 // The arguments that both directions share. The tensors that own the memory live in it too.
@@ -28,13 +28,13 @@ struct ConvInputs {
   ConvInputs(const char* op_, const Tensor& x_in, const Tensor& weight_in, const std::optional<Tensor>& bias_in,
              const std::optional<Tensor>& initial_in, bool silu, bool channels_last)
       : op(op_), x(DenseRows(x_in)), weight(weight_in), args{} {
-    STD_TORCH_CHECK(x.dim() == 3, op, ": x must have 3 dimensions");
+    PACKFREE_CHECK(x.dim() == 3, op, ": x must have 3 dimensions");
     const int64_t channels = x.size(channels_last ? 2 : 1);
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) == channels, op, ": weight must have shape [D, W]");
+    PACKFREE_CHECK(weight.dim() == 2 && weight.size(0) == channels, op, ": weight must have shape [D, W]");
     const int64_t width = weight.size(1);
     CheckConvWidth(op, width);
-    STD_TORCH_CHECK(!bias_in.has_value() || (bias_in->dim() == 1 && bias_in->size(0) == channels), op,
-                    ": bias must have shape [D]");
+    PACKFREE_CHECK(!bias_in.has_value() || (bias_in->dim() == 1 && bias_in->size(0) == channels), op,
+                   ": bias must have shape [D]");
     const ScalarType acc = AccumulationType(x);
     // The kernels read W rows of D weights.
     weight = ToAccumulation(torch::stable::transpose(weight, 0, 1), acc);
@@ -61,9 +61,9 @@ struct ConvInputs {
   }
   void CheckStates(const char* name, const Tensor& states) const {
     const std::vector<int64_t> shape = StateShape();
-    STD_TORCH_CHECK(states.dim() == 3 && states.size(0) == shape[0] && states.size(1) == shape[1] &&
-                        states.size(2) == shape[2],
-                    op, ": ", name, " must have shape [N, D, W - 1]");
+    PACKFREE_CHECK(
+        states.dim() == 3 && states.size(0) == shape[0] && states.size(1) == shape[1] && states.size(2) == shape[2], op,
+        ": ", name, " must have shape [N, D, W - 1]");
   }
 
   // A new tensor in x's axis order.
@@ -80,11 +80,11 @@ struct ConvForward {
       : y(inputs.NewLikeX()),
         final_states(want_states ? NewTensor(inputs.x, inputs.StateShape(), inputs.x.scalar_type())
                                  : AbsentTensor(inputs.x, inputs.x.scalar_type())),
-        args{inputs.args, y.mutable_data_ptr(), ConvStridesOf(y, inputs.args.channels_last),
-             DataOrNull(final_states)} {}
+        args{inputs.args, y.mutable_data_ptr(), ConvStridesOf(y, inputs.args.channels_last), DataOrNull(final_states)} {
+  }
 };
 
-// The same of the backward; `groups` is the first extent of its partial sums.
+// The same of the backward; `groups` is the first extent of the partial sums whose memory the kernel is given.
 struct ConvBackward {
   Tensor dy, dx, dweight, dbias, dinitial, partials;
   std::optional<Tensor> dfinal;
@@ -95,9 +95,9 @@ struct ConvBackward {
       : dy(DenseRows(dy_in)), args{} {
     const Tensor& x = inputs.x;
     const ScalarType acc = AccumulationType(x);
-    STD_TORCH_CHECK(dy.dim() == 3 && dy.size(0) == x.size(0) && dy.size(1) == x.size(1) && dy.size(2) == x.size(2) &&
-                        dy.scalar_type() == x.scalar_type(),
-                    inputs.op, ": dy must have the shape and dtype of x");
+    PACKFREE_CHECK(dy.dim() == 3 && dy.size(0) == x.size(0) && dy.size(1) == x.size(1) && dy.size(2) == x.size(2) &&
+                       dy.scalar_type() == x.scalar_type(),
+                   inputs.op, ": dy must have the shape and dtype of x");
     if (dfinal_states.has_value()) inputs.CheckStates("dfinal_states", *dfinal_states);
     dfinal = ToAccumulation(dfinal_states, acc);
     const bool initial = inputs.initial_states.has_value();
@@ -114,7 +114,9 @@ struct ConvBackward {
     args.dx = dx.mutable_data_ptr();
     args.dx_strides = ConvStridesOf(dx, inputs.args.channels_last);
     args.dinitial_state = DataOrNull(dinitial);
-    args.partials = partials.mutable_data_ptr();
+    args.dweight = dweight.mutable_data_ptr();
+    args.dbias = DataOrNull(dbias);
+    args.partials = DataOrNull(partials);
   }
 };
 
@@ -129,22 +131,22 @@ struct ConvUpdate {
              const std::optional<Tensor>& bias, const std::optional<Tensor>& cache_seqlens,
              const std::optional<Tensor>& conv_state_indices, bool silu)
       : args{} {
-    STD_TORCH_CHECK(x.dim() == 3 && conv_state.dim() == 3 && weight.dim() == 2, op,
-                    ": x [B, D, T], conv_state [R, D, L] and weight [D, W] must have 3, 3 and 2 dimensions");
+    PACKFREE_CHECK(x.dim() == 3 && conv_state.dim() == 3 && weight.dim() == 2, op,
+                   ": x [B, D, T], conv_state [R, D, L] and weight [D, W] must have 3, 3 and 2 dimensions");
     const int64_t batch = x.size(0), channels = x.size(1), width = weight.size(1);
     rows = conv_state.size(0);
     CheckConvWidth(op, width);
-    STD_TORCH_CHECK(weight.size(0) == channels && conv_state.size(1) == channels && conv_state.size(2) >= width - 1 &&
-                        conv_state.scalar_type() == x.scalar_type() && conv_state.device() == x.device(),
-                    op, ": conv_state must have shape [R, D, L >= W - 1] and the dtype and device of x");
-    STD_TORCH_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == channels), op,
-                    ": bias must have shape [D]");
+    PACKFREE_CHECK(weight.size(0) == channels && conv_state.size(1) == channels && conv_state.size(2) >= width - 1 &&
+                       conv_state.scalar_type() == x.scalar_type() && conv_state.device() == x.device(),
+                   op, ": conv_state must have shape [R, D, L >= W - 1] and the dtype and device of x");
+    PACKFREE_CHECK(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == channels), op,
+                   ": bias must have shape [D]");
     seen = ToAccumulation(cache_seqlens, ScalarType::Long);
     indices = ToAccumulation(conv_state_indices, ScalarType::Long);
-    STD_TORCH_CHECK(!seen.has_value() || (seen->dim() == 1 && seen->size(0) == batch), op,
-                    ": cache_seqlens must have shape [B]");
-    STD_TORCH_CHECK(indices.has_value() ? indices->dim() == 1 && indices->size(0) == batch : rows == batch, op,
-                    ": conv_state must have one row for each row of x, or conv_state_indices [B] must name them");
+    PACKFREE_CHECK(!seen.has_value() || (seen->dim() == 1 && seen->size(0) == batch), op,
+                   ": cache_seqlens must have shape [B]");
+    PACKFREE_CHECK(indices.has_value() ? indices->dim() == 1 && indices->size(0) == batch : rows == batch, op,
+                   ": conv_state must have one row for each row of x, or conv_state_indices [B] must name them");
     const ScalarType acc = AccumulationType(x);
     taps = ToAccumulation(torch::stable::transpose(weight, 0, 1), acc);
     offset = ToAccumulation(bias, acc);

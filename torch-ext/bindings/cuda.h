@@ -16,7 +16,7 @@ class CudaCall {
   }
   void* stream() const { return stream_; }
   void Check(const char* error) const {
-    STD_TORCH_CHECK(error == nullptr, op_, ": launch failed: ", error == nullptr ? "" : error);
+    PACKFREE_CHECK(error == nullptr, op_, ": launch failed: ", error == nullptr ? "" : error);
   }
 
  private:
@@ -26,17 +26,17 @@ class CudaCall {
 };
 
 inline void CheckNoDouble(const char* op, const char* argument, const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.scalar_type() != ScalarType::Double, op, ": ", argument,
-                  " must be float32, bfloat16 or float16 on a GPU, got float64; convert it with .float(), or compute "
-                  "on CPU tensors, where float64 is served");
+  PACKFREE_CHECK(tensor.scalar_type() != ScalarType::Double, op, ": ", argument,
+                 " must be float32, bfloat16 or float16 on a GPU, got float64; convert it with .float(), or compute "
+                 "on CPU tensors, where float64 is served");
 }
 
 // Boundaries whose values nobody may look at: the kernels stay inside the tensors whatever they are.
 inline PackingView DevicePacking(const char* op, const Tensor& cu_seqlens, const Tensor& like, int64_t tokens) {
-  STD_TORCH_CHECK(cu_seqlens.scalar_type() == ScalarType::Int && cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
-                      cu_seqlens.is_contiguous() && cu_seqlens.device() == like.device(),
-                  op, ": cu_seqlens must be a contiguous int32 tensor [N + 1] on the device of the tokens");
-  STD_TORCH_CHECK(tokens < std::numeric_limits<int32_t>::max(), op, ": offsets are int32, got ", tokens, " tokens");
+  PACKFREE_CHECK(cu_seqlens.scalar_type() == ScalarType::Int && cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
+                     cu_seqlens.is_contiguous() && cu_seqlens.device() == like.device(),
+                 op, ": cu_seqlens must be a contiguous int32 tensor [N + 1] on the device of the tokens");
+  PACKFREE_CHECK(tokens < std::numeric_limits<int32_t>::max(), op, ": offsets are int32, got ", tokens, " tokens");
   return {static_cast<const int32_t*>(cu_seqlens.const_data_ptr()), cu_seqlens.size(0) - 1, tokens};
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bindings/tensors.h"
-#include "cpu/chunked/delta.h"
+#include "cpu/delta_rule/inputs.h"
 
 namespace packfree {
 
@@ -20,8 +20,8 @@ struct CheckedDelta {
                const Tensor& beta_in, bool decay_per_channel, const Tensor& cu_seqlens,
                const std::optional<Tensor>& state_in, double scale, bool l2norm)
       : dtype(DtypeOf(op, q_in)), accumulation(AccumulationType(q_in)) {
-    STD_TORCH_CHECK(q_in.dim() == 3 && k_in.dim() == 3 && v_in.dim() == 3, op,
-                    ": q and k must have shape [T, H, K], v [T, HV, V]");
+    PACKFREE_CHECK(q_in.dim() == 3 && k_in.dim() == 3 && v_in.dim() == 3, op,
+                   ": q and k must have shape [T, H, K], v [T, HV, V]");
     q = DenseRows(q_in);
     k = DenseRows(k_in);
     v = DenseRows(v_in);
@@ -30,23 +30,24 @@ struct CheckedDelta {
     key_dim = q.size(2);
     value_heads = v.size(1);
     value_dim = v.size(2);
-    STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
-                    ": q, k and v must have one dtype");
-    STD_TORCH_CHECK(k.size(0) == tokens && k.size(1) == key_heads && k.size(2) == key_dim && v.size(0) == tokens, op,
-                    ": q and k must have shape [T, H, K], v [T, HV, V]");
-    STD_TORCH_CHECK(key_heads > 0 && key_dim > 0 && value_dim > 0 && value_heads > 0 && value_heads % key_heads == 0,
-                    op, ": HV must be a multiple of H, and H, K and V at least 1");
+    PACKFREE_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
+                   ": q, k and v must have one dtype");
+    PACKFREE_CHECK(k.size(0) == tokens && k.size(1) == key_heads && k.size(2) == key_dim && v.size(0) == tokens, op,
+                   ": q and k must have shape [T, H, K], v [T, HV, V]");
+    PACKFREE_CHECK(key_heads > 0 && key_dim > 0 && value_dim > 0 && value_heads > 0 && value_heads % key_heads == 0, op,
+                   ": HV must be a multiple of H, and H, K and V at least 1");
     const bool per_channel = g_in.dim() == 3 && g_in.size(2) == key_dim;
-    STD_TORCH_CHECK((decay_per_channel ? per_channel : g_in.dim() == 2) && IsPerToken(g_in) && beta_in.dim() == 2 &&
-                        IsPerToken(beta_in),
-                    op, ": g must have shape ", decay_per_channel ? "[T, HV, K]" : "[T, HV]",
-                    ", beta [T, HV], both dtype float32 (float64 beside float64)");
+    PACKFREE_CHECK((decay_per_channel ? per_channel : g_in.dim() == 2) && IsPerToken(g_in) && beta_in.dim() == 2 &&
+                       IsPerToken(beta_in),
+                   op, ": g must have shape ", decay_per_channel ? "[T, HV, K]" : "[T, HV]",
+                   ", beta [T, HV], both dtype float32 (float64 beside float64)");
     g = Contiguous(g_in);
     beta = Contiguous(beta_in);
     const PackingView packing = CheckedPacking(op, cu_seqlens, tokens);
     sequences = packing.num_sequences;
     initial_state = CheckedState(op, "initial_state", state_in);
-    view = DeltaInputs{packing,
+    view = DeltaInputs{dtype,
+                       packing,
                        key_heads,
                        value_heads,
                        key_dim,
@@ -70,10 +71,9 @@ struct CheckedDelta {
   // A state [N, HV, K, V] or its gradient, contiguous.
   std::optional<Tensor> CheckedState(const char* op, const char* argument, const std::optional<Tensor>& state) const {
     if (!state.has_value()) return std::nullopt;
-    STD_TORCH_CHECK(state->dim() == 4 && state->size(0) == sequences && state->size(1) == value_heads &&
-                        state->size(2) == key_dim && state->size(3) == value_dim &&
-                        state->scalar_type() == accumulation,
-                    op, ": ", argument, " must have shape [N, HV, K, V] and dtype float32 (float64 beside float64)");
+    PACKFREE_CHECK(state->dim() == 4 && state->size(0) == sequences && state->size(1) == value_heads &&
+                       state->size(2) == key_dim && state->size(3) == value_dim && state->scalar_type() == accumulation,
+                   op, ": ", argument, " must have shape [N, HV, K, V] and dtype float32 (float64 beside float64)");
     return Contiguous(*state);
   }
 
@@ -92,11 +92,11 @@ struct CheckedDelta {
 
 // o and the final states. `inputs` are the op's, made from in.view.
 template <class Inputs>
-std::tuple<Tensor, Tensor> RunForward(const char* op, void (*run)(Tier, Dtype, const DeltaForward<Inputs>&),
+std::tuple<Tensor, Tensor> RunForward(const char* op, void (*run)(Tier, const DeltaForward<Inputs>&),
                                       const CheckedDelta& in, const Inputs& inputs, bool want_state) {
   Tensor o = in.New({in.tokens, in.value_heads, in.value_dim});
   Tensor final_state = in.NewStateIf(want_state);
-  run(CheckedTier(op), in.dtype, {inputs, o.mutable_data_ptr(), DataOrNull(final_state)});
+  run(CheckedTier(op), {inputs, o.mutable_data_ptr(), DataOrNull(final_state)});
   return {o, final_state};
 }
 
@@ -108,15 +108,15 @@ struct DeltaGradients {
 
   DeltaGradients(const char* op, const CheckedDelta& in, const Tensor& d_o_in, const std::optional<Tensor>& d_final_in)
       : d_final_state(in.CheckedState(op, "dfinal_state", d_final_in)) {
-    STD_TORCH_CHECK(d_o_in.dim() == 3 && d_o_in.size(0) == in.tokens && d_o_in.size(1) == in.value_heads &&
-                        d_o_in.size(2) == in.value_dim && d_o_in.scalar_type() == in.q.scalar_type(),
-                    op, ": do must have shape [T, HV, V] and the dtype of q");
+    PACKFREE_CHECK(d_o_in.dim() == 3 && d_o_in.size(0) == in.tokens && d_o_in.size(1) == in.value_heads &&
+                       d_o_in.size(2) == in.value_dim && d_o_in.scalar_type() == in.q.scalar_type(),
+                   op, ": do must have shape [T, HV, V] and the dtype of q");
     d_o = Contiguous(d_o_in);
     dq = in.New({in.tokens, in.key_heads, in.key_dim});
     dk = in.New({in.tokens, in.key_heads, in.key_dim});
     dv = in.New({in.tokens, in.value_heads, in.value_dim});
-    dg = in.g.dim() == 2 ? in.NewWide({in.tokens, in.value_heads})
-                         : in.NewWide({in.tokens, in.value_heads, in.key_dim});
+    dg =
+        in.g.dim() == 2 ? in.NewWide({in.tokens, in.value_heads}) : in.NewWide({in.tokens, in.value_heads, in.key_dim});
     dbeta = in.NewWide({in.tokens, in.value_heads});
     d_initial_state = in.NewStateIf(in.initial_state.has_value());
   }

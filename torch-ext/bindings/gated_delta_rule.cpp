@@ -17,8 +17,7 @@ std::tuple<Tensor, Tensor> gated_delta_rule_fwd(const Tensor& q, const Tensor& k
 }
 
 std::tuple<Tensor, Tensor> gated_delta_rule_recurrent_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                          const Tensor& g, const Tensor& beta,
-                                                          const Tensor& cu_seqlens,
+                                                          const Tensor& g, const Tensor& beta, const Tensor& cu_seqlens,
                                                           const std::optional<Tensor>& initial_state, double scale,
                                                           bool l2norm, bool want_state) {
   const char* op = "gated_delta_rule_recurrent_fwd";
@@ -33,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_bwd(
   const char* op = "gated_delta_rule_bwd";
   const CheckedDelta in(op, q, k, v, g, beta, false, cu_seqlens, initial_state, scale, l2norm);
   const DeltaGradients d(op, in, d_o, d_final_state);
-  GatedDeltaRuleBackwardCpu(CheckedTier(op), in.dtype, d.View(in.view));
+  GatedDeltaRuleBackwardCpu(CheckedTier(op), d.View(in.view));
   return {d.dq, d.dk, d.dv, d.dg, d.dbeta, d.d_initial_state};
 }
 

@@ -17,15 +17,15 @@ struct CheckedKda : CheckedDelta {
              std::optional<double> lower_bound, const Tensor& cu_seqlens, const std::optional<Tensor>& initial_state,
              double scale, bool l2norm)
       : CheckedDelta(op, q, k, v, g, beta, true, cu_seqlens, initial_state, scale, l2norm) {
-    STD_TORCH_CHECK(a_log_in.has_value() || (!dt_bias_in.has_value() && !lower_bound.has_value()), op,
-                    ": dt_bias and lower_bound need A_log");
-    STD_TORCH_CHECK(!a_log_in.has_value() || (a_log_in->dim() == 1 && a_log_in->size(0) == value_heads &&
-                                              a_log_in->scalar_type() == accumulation),
-                    op, ": A_log must have shape [HV] and the dtype of g");
-    STD_TORCH_CHECK(!dt_bias_in.has_value() ||
-                        (dt_bias_in->dim() == 2 && dt_bias_in->size(0) == value_heads &&
-                         dt_bias_in->size(1) == key_dim && dt_bias_in->scalar_type() == accumulation),
-                    op, ": dt_bias must have shape [HV, K] and the dtype of g");
+    PACKFREE_CHECK(a_log_in.has_value() || (!dt_bias_in.has_value() && !lower_bound.has_value()), op,
+                   ": dt_bias and lower_bound need A_log");
+    PACKFREE_CHECK(!a_log_in.has_value() || (a_log_in->dim() == 1 && a_log_in->size(0) == value_heads &&
+                                             a_log_in->scalar_type() == accumulation),
+                   op, ": A_log must have shape [HV] and the dtype of g");
+    PACKFREE_CHECK(
+        !dt_bias_in.has_value() || (dt_bias_in->dim() == 2 && dt_bias_in->size(0) == value_heads &&
+                                    dt_bias_in->size(1) == key_dim && dt_bias_in->scalar_type() == accumulation),
+        op, ": dt_bias must have shape [HV, K] and the dtype of g");
     a_log = Contiguous(a_log_in);
     dt_bias = Contiguous(dt_bias_in);
     inputs = KdaInputs{view, DataOrNull(a_log), DataOrNull(dt_bias), lower_bound.has_value(), lower_bound.value_or(0)};
@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_b
   const DeltaGradients d(op, in, d_o, d_final_state);
   Tensor d_a_log = in.a_log.has_value() ? in.NewWide({in.value_heads}) : in.Absent();
   Tensor d_dt_bias = in.dt_bias.has_value() ? in.NewWide({in.value_heads, in.key_dim}) : in.Absent();
-  KdaBackwardCpu(CheckedTier(op), in.dtype, {d.View(in.inputs), DataOrNull(d_a_log), DataOrNull(d_dt_bias), nullptr});
+  KdaBackwardCpu(CheckedTier(op), {d.View(in.inputs), DataOrNull(d_a_log), DataOrNull(d_dt_bias), nullptr});
   return {d.dq, d.dk, d.dv, d.dg, d.dbeta, d_a_log, d_dt_bias, d.d_initial_state};
 }
 

@@ -20,8 +20,7 @@ std::tuple<Tensor, Tensor> mamba1_scan_fwd(const Tensor& u, const Tensor& delta,
   ScanInputs inputs(op, u, delta, A, B, C, D, z, delta_bias, initial_states, delta_softplus, channels_last);
   inputs.SetPacking(ScanPacking(inputs, cu_seqlens));
   ScanForward out(inputs, want_states);
-  ClearPadding(inputs.args.packing, out.y);
-  mamba1_scan_fwd_cpu(out.args, CheckedTier(op));
+  Mamba1ScanForwardCpu(CheckedTier(op), out.args);
   return {out.y, out.final_states};
 }
 
@@ -33,12 +32,8 @@ ScanGradients mamba1_scan_bwd(const Tensor& dy, const std::optional<Tensor>& dfi
   const char* op = "mamba1_scan_bwd";
   ScanInputs inputs(op, u, delta, A, B, C, D, z, delta_bias, initial_states, delta_softplus, channels_last);
   inputs.SetPacking(ScanPacking(inputs, cu_seqlens));
-  const PackingView& packing = inputs.args.packing;
-  ScanBackward out(inputs, dy, dfinal_states, ScanGroups(packing), ScanChannelBlocks(inputs.args));
-  for (Tensor* along_tokens : {&out.du, &out.ddelta, &out.dz}) ClearPadding(packing, *along_tokens);
-  if (!inputs.args.B.fixed) ClearPadding(packing, out.dB);
-  if (!inputs.args.C.fixed) ClearPadding(packing, out.dC);
-  mamba1_scan_bwd_cpu(out.args, CheckedTier(op));
+  ScanBackward out(inputs, dy, dfinal_states, 0, 0);
+  Mamba1ScanBackwardCpu(CheckedTier(op), out.args);
   return GradientsOf(out);
 }
 

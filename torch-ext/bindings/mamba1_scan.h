@@ -37,24 +37,30 @@ struct ScanInputs {
              const Tensor& C_in, const std::optional<Tensor>& D_in, const std::optional<Tensor>& z_in,
              const std::optional<Tensor>& delta_bias_in, const std::optional<Tensor>& initial_in, bool softplus,
              bool channels_last_in)
-      : op(op_), u(u_in), delta(delta_in), A(A_in), B(B_in), C(C_in), acc(AccumulationType(u_in)),
-        channels_last(channels_last_in), args{} {
-    STD_TORCH_CHECK(u.dim() == 3, op, ": u must have shape [B, D, T]");
+      : op(op_),
+        u(u_in),
+        delta(delta_in),
+        A(A_in),
+        B(B_in),
+        C(C_in),
+        acc(AccumulationType(u_in)),
+        channels_last(channels_last_in),
+        args{} {
+    PACKFREE_CHECK(u.dim() == 3, op, ": u must have shape [B, D, T]");
     args.channels = u.size(1);
     args.row_tokens = u.size(2);
     u = Stream("u", u_in);
     delta = Stream("delta", delta_in);
     if (z_in.has_value()) z = Stream("z", *z_in);
-    STD_TORCH_CHECK(A_in.dim() == 2 && A_in.size(0) == args.channels, op, ": A must have shape [D, N]");
+    PACKFREE_CHECK(A_in.dim() == 2 && A_in.size(0) == args.channels, op, ": A must have shape [D, N]");
     args.states = A_in.size(1);
     for (const std::optional<Tensor>& vector : {D_in, delta_bias_in}) {
-      STD_TORCH_CHECK(!vector.has_value() || (vector->dim() == 1 && vector->size(0) == args.channels), op,
-                      ": D and delta_bias must have shape [D]");
+      PACKFREE_CHECK(!vector.has_value() || (vector->dim() == 1 && vector->size(0) == args.channels), op,
+                     ": D and delta_bias must have shape [D]");
     }
     args.groups = B_in.dim() == 4 ? B_in.size(1) : C_in.dim() == 4 ? C_in.size(1) : 1;
-    STD_TORCH_CHECK(args.groups >= 1 && args.channels % args.groups == 0, op,
-                    ": the groups of B and C must divide the channels, got ", args.groups, " groups of ",
-                    args.channels);
+    PACKFREE_CHECK(args.groups >= 1 && args.channels % args.groups == 0, op,
+                   ": the groups of B and C must divide the channels, got ", args.groups, " groups of ", args.channels);
     A = ToAccumulation(A_in, acc);
     D = ToAccumulation(D_in, acc);
     delta_bias = ToAccumulation(delta_bias_in, acc);
@@ -74,9 +80,9 @@ struct ScanInputs {
 
   // Checks a tensor [B, D, T] and makes it readable.
   Tensor Stream(const char* name, const Tensor& tensor) const {
-    STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == u.size(0) && tensor.size(1) == args.channels &&
-                        tensor.size(2) == args.row_tokens && tensor.device() == u.device(),
-                    op, ": ", name, " must have the shape and device of u");
+    PACKFREE_CHECK(tensor.dim() == 3 && tensor.size(0) == u.size(0) && tensor.size(1) == args.channels &&
+                       tensor.size(2) == args.row_tokens && tensor.device() == u.device(),
+                   op, ": ", name, " must have the shape and device of u");
     CheckDtype(name, tensor);
     return OneAxisInner(tensor);
   }
@@ -89,9 +95,9 @@ struct ScanInputs {
   }
   void CheckStates(const char* name, const Tensor& given) const {
     const std::vector<int64_t> shape = StateShape();
-    STD_TORCH_CHECK(given.dim() == 3 && given.size(0) == shape[0] && given.size(1) == shape[1] &&
-                        given.size(2) == shape[2],
-                    op, ": ", name, " must have shape [sequences, D, N]");
+    PACKFREE_CHECK(
+        given.dim() == 3 && given.size(0) == shape[0] && given.size(1) == shape[1] && given.size(2) == shape[2], op,
+        ": ", name, " must have shape [sequences, D, N]");
   }
 
   // New outputs [B, T, D] with channels_last, else [B, D, T].
@@ -110,28 +116,27 @@ struct ScanInputs {
  private:
   void CheckDtype(const char* name, const Tensor& tensor) const {
     DtypeOf(op, tensor);
-    STD_TORCH_CHECK((tensor.scalar_type() == ScalarType::Double) == (acc == ScalarType::Double), op, ": ", name,
-                    " must be float64 where u is, and only there");
+    PACKFREE_CHECK((tensor.scalar_type() == ScalarType::Double) == (acc == ScalarType::Double), op, ": ", name,
+                   " must be float64 where u is, and only there");
   }
   ScanCoefficients Coefficients(const char* name, const Tensor& given, Tensor* kept) const {
     if (given.dim() == 2) {
-      STD_TORCH_CHECK(given.size(0) == args.channels && given.size(1) == args.states, op, ": ", name,
-                      " must have shape [D, N] or [B, G, N, T]");
+      PACKFREE_CHECK(given.size(0) == args.channels && given.size(1) == args.states, op, ": ", name,
+                     " must have shape [D, N] or [B, G, N, T]");
       *kept = ToAccumulation(given, acc);
       return {kept->const_data_ptr(), true, DtypeOf(op, *kept), 0, 0, 0, 0};
     }
-    STD_TORCH_CHECK(given.dim() == 4 && given.size(0) == u.size(0) && given.size(1) == args.groups &&
-                        given.size(2) == args.states && given.size(3) == args.row_tokens &&
-                        given.device() == u.device(),
-                    op, ": ", name, " must have shape [D, N] or [B, G, N, T] and the device of u");
+    PACKFREE_CHECK(given.dim() == 4 && given.size(0) == u.size(0) && given.size(1) == args.groups &&
+                       given.size(2) == args.states && given.size(3) == args.row_tokens && given.device() == u.device(),
+                   op, ": ", name, " must have shape [D, N] or [B, G, N, T] and the device of u");
     CheckDtype(name, given);
     // The kernels read along the states where their stride is 1, else along the tokens.
     const bool states = given.size(2) <= 1 || given.stride(2) == 1;
     const bool tokens = given.size(3) <= 1 || given.stride(3) == 1;
     *kept = states || tokens ? given : Contiguous(given);
     const int64_t state = kept->size(2) <= 1 ? 1 : kept->stride(2);
-    return {kept->const_data_ptr(), false, DtypeOf(op, *kept), kept->stride(0), kept->stride(1), state,
-            kept->stride(3)};
+    return {kept->const_data_ptr(), false, DtypeOf(op, *kept), kept->stride(0),
+            kept->stride(1),        state, kept->stride(3)};
   }
 };
 
@@ -147,7 +152,8 @@ struct ScanForward {
         args{inputs.args, inputs.OutputOf(y), DataOrNull(final_states)} {}
 };
 
-// The same of the backward, with its partial sums: `groups` and `channel_blocks` are their first extents.
+// The same of the backward; `groups` and `channel_blocks` are the first extents of the partial sums whose memory the
+// kernel is given.
 struct ScanBackward {
   Tensor dy, du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dinitial, parameters, dB_partials, dC_partials;
   std::optional<Tensor> dfinal;
@@ -159,7 +165,7 @@ struct ScanBackward {
     const ScanArgs& in = inputs.args;
     const Tensor& u = inputs.u;
     const ScalarType acc = inputs.acc;
-    STD_TORCH_CHECK(dy.dim() == 3 && dy.scalar_type() == u.scalar_type(), inputs.op, ": dy must have the dtype of u");
+    PACKFREE_CHECK(dy.dim() == 3 && dy.scalar_type() == u.scalar_type(), inputs.op, ": dy must have the dtype of u");
     dy = inputs.Stream("dy", inputs.channels_last ? torch::stable::transpose(dy, 1, 2) : dy);
     if (dfinal_states.has_value()) inputs.CheckStates("dfinal_states", *dfinal_states);
     dfinal = ToAccumulation(dfinal_states, acc);

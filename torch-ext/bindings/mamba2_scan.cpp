@@ -23,32 +23,33 @@ struct CheckedScan {
               const std::optional<Tensor>& bias_in, const Tensor& cu_seqlens, const std::optional<Tensor>& state_in,
               bool softplus, double dt_min, double dt_max)
       : dtype(DtypeOf(op, x_in)), accumulation(AccumulationType(x_in)) {
-    STD_TORCH_CHECK(x_in.dim() == 3 && b_in.dim() == 3 && c_in.dim() == 3, op,
-                    ": x must have shape [T, H, P], B and C [T, G, S]");
+    PACKFREE_CHECK(x_in.dim() == 3 && b_in.dim() == 3 && c_in.dim() == 3, op,
+                   ": x must have shape [T, H, P], B and C [T, G, S]");
     x = DenseRows(x_in);
     b = DenseRows(b_in);
     c = DenseRows(c_in);
     tokens = x.size(0), heads = x.size(1), head_dim = x.size(2), groups = b.size(1), state_dim = b.size(2);
-    STD_TORCH_CHECK(b.scalar_type() == x.scalar_type() && c.scalar_type() == x.scalar_type(), op,
-                    ": x, B and C must have one dtype");
-    STD_TORCH_CHECK(b.size(0) == tokens && c.size(0) == tokens && c.size(1) == groups && c.size(2) == state_dim, op,
-                    ": x must have shape [T, H, P], B and C [T, G, S]");
-    STD_TORCH_CHECK(heads > 0 && head_dim > 0 && groups > 0 && state_dim > 0 && heads % groups == 0, op,
-                    ": H must be a multiple of G, and H, P, G and S at least 1");
+    PACKFREE_CHECK(b.scalar_type() == x.scalar_type() && c.scalar_type() == x.scalar_type(), op,
+                   ": x, B and C must have one dtype");
+    PACKFREE_CHECK(b.size(0) == tokens && c.size(0) == tokens && c.size(1) == groups && c.size(2) == state_dim, op,
+                   ": x must have shape [T, H, P], B and C [T, G, S]");
+    PACKFREE_CHECK(heads > 0 && head_dim > 0 && groups > 0 && state_dim > 0 && heads % groups == 0, op,
+                   ": H must be a multiple of G, and H, P, G and S at least 1");
     dt = CheckedParameter(op, "dt", dt_in, {tokens, heads});
     a = CheckedParameter(op, "A", a_in, {heads});
     if (d_in.has_value()) d = CheckedParameter(op, "D", *d_in, {heads, head_dim});
     if (bias_in.has_value()) dt_bias = CheckedParameter(op, "dt_bias", *bias_in, {heads});
     if (z_in.has_value()) {
-      STD_TORCH_CHECK(z_in->dim() == 3 && z_in->size(0) == tokens && z_in->size(1) == heads &&
-                          z_in->size(2) == head_dim && z_in->scalar_type() == x.scalar_type(),
-                      op, ": z must have the shape and dtype of x");
+      PACKFREE_CHECK(z_in->dim() == 3 && z_in->size(0) == tokens && z_in->size(1) == heads &&
+                         z_in->size(2) == head_dim && z_in->scalar_type() == x.scalar_type(),
+                     op, ": z must have the shape and dtype of x");
       z = DenseRows(*z_in);
     }
     const PackingView packing = CheckedPacking(op, cu_seqlens, tokens);
     sequences = packing.num_sequences;
     initial_state = CheckedState(op, "initial_state", state_in);
-    view = Mamba2ScanInputs{packing,
+    view = Mamba2ScanInputs{dtype,
+                            packing,
                             heads,
                             groups,
                             head_dim,
@@ -80,19 +81,19 @@ struct CheckedScan {
                           const std::vector<int64_t>& sizes) const {
     bool fits = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.scalar_type() == accumulation;
     for (size_t i = 0; fits && i < sizes.size(); ++i) fits = tensor.size(static_cast<int64_t>(i)) == sizes[i];
-    STD_TORCH_CHECK(fits, op, ": ", argument,
-                    " must have dtype float32 (float64 beside float64) and its shape: dt [T, H], A and dt_bias [H], "
-                    "D [H, P]");
+    PACKFREE_CHECK(fits, op, ": ", argument,
+                   " must have dtype float32 (float64 beside float64) and its shape: dt [T, H], A and dt_bias [H], "
+                   "D [H, P]");
     return Contiguous(tensor);
   }
 
   // States [N, H, P, S] or their gradient, contiguous.
   std::optional<Tensor> CheckedState(const char* op, const char* argument, const std::optional<Tensor>& state) const {
     if (!state.has_value()) return std::nullopt;
-    STD_TORCH_CHECK(state->dim() == 4 && state->size(0) == sequences && state->size(1) == heads &&
-                        state->size(2) == head_dim && state->size(3) == state_dim &&
-                        state->scalar_type() == accumulation,
-                    op, ": ", argument, " must have shape [N, H, P, S] and dtype float32 (float64 beside float64)");
+    PACKFREE_CHECK(state->dim() == 4 && state->size(0) == sequences && state->size(1) == heads &&
+                       state->size(2) == head_dim && state->size(3) == state_dim &&
+                       state->scalar_type() == accumulation,
+                   op, ": ", argument, " must have shape [N, H, P, S] and dtype float32 (float64 beside float64)");
     return Contiguous(*state);
   }
 
@@ -111,7 +112,7 @@ std::tuple<Tensor, Tensor> mamba2_scan_fwd(const Tensor& x, const Tensor& dt, co
   const CheckedScan in(op, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state, dt_softplus, dt_min, dt_max);
   Tensor y = in.New({in.tokens, in.heads, in.head_dim});
   Tensor final_state = want_state ? in.NewState() : in.Absent();
-  Mamba2ScanForwardCpu(CheckedTier(op), in.dtype, {in.view, y.mutable_data_ptr(), DataOrNull(final_state)});
+  Mamba2ScanForwardCpu(CheckedTier(op), {in.view, y.mutable_data_ptr(), DataOrNull(final_state)});
   return {y, final_state};
 }
 
@@ -122,9 +123,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     bool dt_softplus, double dt_min, double dt_max) {
   const char* op = "mamba2_scan_bwd";
   const CheckedScan in(op, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state, dt_softplus, dt_min, dt_max);
-  STD_TORCH_CHECK(dy.dim() == 3 && dy.size(0) == in.tokens && dy.size(1) == in.heads && dy.size(2) == in.head_dim &&
-                      dy.scalar_type() == in.x.scalar_type(),
-                  op, ": dy must have the shape and dtype of x");
+  PACKFREE_CHECK(dy.dim() == 3 && dy.size(0) == in.tokens && dy.size(1) == in.heads && dy.size(2) == in.head_dim &&
+                     dy.scalar_type() == in.x.scalar_type(),
+                 op, ": dy must have the shape and dtype of x");
   const Tensor dy_rows = Contiguous(dy);
   const std::optional<Tensor> d_final = in.CheckedState(op, "dfinal_state", dfinal_state);
   Tensor dx = in.New({in.tokens, in.heads, in.head_dim});
@@ -136,11 +137,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   Tensor dz = in.z.has_value() ? in.New({in.tokens, in.heads, in.head_dim}) : AbsentTensor(in.x, in.x.scalar_type());
   Tensor ddt_bias = in.dt_bias.has_value() ? in.NewWide({in.heads}) : in.Absent();
   Tensor d_initial = in.initial_state.has_value() ? in.NewState() : in.Absent();
-  Mamba2ScanBackwardCpu(
-      CheckedTier(op), in.dtype,
-      {in.view, dy_rows.const_data_ptr(), DataOrNull(d_final), dx.mutable_data_ptr(), ddt.mutable_data_ptr(),
-       dA.mutable_data_ptr(), dB.mutable_data_ptr(), dC.mutable_data_ptr(), DataOrNull(dD), DataOrNull(dz),
-       DataOrNull(ddt_bias), DataOrNull(d_initial)});
+  Mamba2ScanBackwardCpu(CheckedTier(op),
+                        {in.view, dy_rows.const_data_ptr(), DataOrNull(d_final), dx.mutable_data_ptr(),
+                         ddt.mutable_data_ptr(), dA.mutable_data_ptr(), dB.mutable_data_ptr(), dC.mutable_data_ptr(),
+                         DataOrNull(dD), DataOrNull(dz), DataOrNull(ddt_bias), DataOrNull(d_initial)});
   return {dx, ddt, dA, dB, dC, dD, dz, ddt_bias, d_initial};
 }
 
@@ -151,7 +151,7 @@ Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor
   const char* op = "selective_state_update";
   const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices);
   CheckSlots(op, "state_batch_indices", "state", step.args.state_of, step.args.batch, step.args.num_states);
-  SelectiveStateUpdateCpu(CheckedTier(op), DtypeOf(op, x), step.args);
+  SelectiveStateUpdateCpu(CheckedTier(op), step.args);
   return step.y;
 }
 

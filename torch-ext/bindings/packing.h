@@ -7,6 +7,7 @@
 
 #include <limits>
 
+#include "bindings/check.h"
 #include "common/boundaries.h"
 #include "torch_binding.h"
 
@@ -21,13 +22,14 @@ inline Tensor NewOffsets(const Tensor& like, int64_t size) {
 
 // `values` [B, T] as a source of boundaries; it must be contiguous and outlive the source.
 inline BoundarySource CheckedSource(const char* op, const Tensor& values, BoundaryRule rule) {
-  STD_TORCH_CHECK(values.dim() == 2 && values.is_contiguous(), op, ": values must be a contiguous tensor [B, T]");
-  STD_TORCH_CHECK(values.scalar_type() == ScalarType::Long || values.scalar_type() == ScalarType::Int, op,
-                  ": values must be int32 or int64");
-  STD_TORCH_CHECK(values.numel() < std::numeric_limits<int32_t>::max(), op, ": offsets are int32, got ",
-                  values.numel(), " tokens");
+  PACKFREE_CHECK(values.dim() == 2 && values.is_contiguous(), op, ": values must be a contiguous tensor [B, T]");
+  PACKFREE_CHECK(values.scalar_type() == ScalarType::Long || values.scalar_type() == ScalarType::Int, op,
+                 ": values must be int32 or int64");
+  PACKFREE_CHECK(values.numel() < std::numeric_limits<int32_t>::max(), op, ": offsets are int32, got ", values.numel(),
+                 " tokens");
   const bool clip = rule == BoundaryRule::kLabels && values.size(0) == 1;
-  return {values.const_data_ptr(), values.scalar_type() == ScalarType::Long, rule, values.size(1), values.numel(), clip};
+  return {
+      values.const_data_ptr(), values.scalar_type() == ScalarType::Long, rule, values.size(1), values.numel(), clip};
 }
 
 // The ops of one device, from the two functions that run there. Both get contiguous tensors: positions or labels [B, T]
@@ -46,9 +48,9 @@ struct PackingOps {
 
   static Tensor FromOffsets(const Tensor& cu_seqlens, int64_t tokens) {
     const char* op = "packing_from_offsets";
-    STD_TORCH_CHECK(cu_seqlens.dim() == 1, op, ": cu_seqlens must have shape [N + 1]");
-    STD_TORCH_CHECK(cu_seqlens.scalar_type() == ScalarType::Long || cu_seqlens.scalar_type() == ScalarType::Int, op,
-                    ": cu_seqlens must be int32 or int64");
+    PACKFREE_CHECK(cu_seqlens.dim() == 1, op, ": cu_seqlens must have shape [N + 1]");
+    PACKFREE_CHECK(cu_seqlens.scalar_type() == ScalarType::Long || cu_seqlens.scalar_type() == ScalarType::Int, op,
+                   ": cu_seqlens must be int32 or int64");
     return kFromOffsets(op, torch::stable::contiguous(cu_seqlens), tokens);
   }
 

@@ -14,7 +14,7 @@ Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor
   CheckNoDouble(op, "x", x);
   const CudaCall call(op, x);
   const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices);
-  call.Check(selective_state_update_cuda(step.args, DtypeOf(op, x), call.stream()));
+  call.Check(selective_state_update_cuda(step.args, call.stream()));
   return step.y;
 }
 

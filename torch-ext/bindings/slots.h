@@ -15,8 +15,8 @@ inline void CheckSlots(const char* op, const char* argument, const char* cache, 
   std::vector<bool> taken(static_cast<size_t>(rows), false);
   for (int64_t b = 0; b < batch; ++b) {
     if (slots[b] < 0) continue;
-    STD_TORCH_CHECK(slots[b] < rows && !taken[slots[b]], op, ": ", argument, " must name different rows of ", cache,
-                    ", or -1 for padding, got ", slots[b], " at index ", b);
+    PACKFREE_CHECK(slots[b] < rows && !taken[slots[b]], op, ": ", argument, " must name different rows of ", cache,
+                   ", or -1 for padding, got ", slots[b], " at index ", b);
     taken[slots[b]] = true;
   }
 }

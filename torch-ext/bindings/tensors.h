@@ -17,6 +17,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/check.h"
 #include "bindings/tiers.h"
 #include "common/dtypes.h"
 #include "common/huge_pages.h"
@@ -39,7 +40,7 @@ inline Dtype DtypeOf(const char* op, const Tensor& tensor) {
     case ScalarType::Double:
       return Dtype::kFloat64;
     default:
-      STD_TORCH_CHECK(false, op, ": tensors must be float32, bfloat16, float16 or float64");
+      PACKFREE_CHECK(false, op, ": tensors must be float32, bfloat16, float16 or float64");
   }
   return Dtype::kFloat32;
 }
@@ -92,38 +93,33 @@ inline void* DataOrNull(const Tensor& tensor) { return tensor.numel() == 0 ? nul
 // Boundaries as the kernels read them, checked for what memory safety needs: the ops can be called without the
 // Python front that words these errors for users. `cu_seqlens` must outlive the view.
 inline PackingView CheckedPacking(const char* op, const Tensor& cu_seqlens, int64_t tokens) {
-  STD_TORCH_CHECK(cu_seqlens.scalar_type() == ScalarType::Int && cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
-                      cu_seqlens.is_contiguous() && cu_seqlens.is_cpu(),
-                  op, ": cu_seqlens must be a contiguous int32 CPU tensor [N + 1]");
+  PACKFREE_CHECK(cu_seqlens.scalar_type() == ScalarType::Int && cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 &&
+                     cu_seqlens.is_contiguous() && cu_seqlens.is_cpu(),
+                 op, ": cu_seqlens must be a contiguous int32 CPU tensor [N + 1]");
   const PackingView packing{static_cast<const int32_t*>(cu_seqlens.const_data_ptr()), cu_seqlens.size(0) - 1, tokens};
-  STD_TORCH_CHECK(packing.cu_seqlens[0] == 0, op, ": cu_seqlens must start at 0, got ", packing.cu_seqlens[0]);
+  PACKFREE_CHECK(packing.cu_seqlens[0] == 0, op, ": cu_seqlens must start at 0, got ", packing.cu_seqlens[0]);
   for (int64_t n = 0; n < packing.num_sequences; ++n) {
-    STD_TORCH_CHECK(packing.eos(n) >= packing.bos(n), op, ": cu_seqlens must never decrease, got ", packing.eos(n),
-                    " after ", packing.bos(n), " at index ", n + 1);
+    PACKFREE_CHECK(packing.eos(n) >= packing.bos(n), op, ": cu_seqlens must never decrease, got ", packing.eos(n),
+                   " after ", packing.bos(n), " at index ", n + 1);
   }
-  STD_TORCH_CHECK(packing.end() <= tokens, op, ": cu_seqlens must end at the number of tokens (", tokens,
-                  ") or before, got ", packing.end());
+  PACKFREE_CHECK(packing.end() <= tokens, op, ": cu_seqlens must end at the number of tokens (", tokens,
+                 ") or before, got ", packing.end());
   return packing;
 }
 
 // Where B rows of `row_tokens` lie one after the other, no sequence may go on from one row into the next.
 inline void CheckRowsAreCut(const char* op, const PackingView& packing, int64_t row_tokens) {
   for (int64_t n = 0; n < packing.num_sequences; ++n) {
-    STD_TORCH_CHECK(packing.length(n) == 0 || packing.bos(n) / row_tokens == (packing.eos(n) - 1) / row_tokens, op,
-                    ": cu_seqlens must end a sequence where a row ends, got one from ", packing.bos(n), " to ",
-                    packing.eos(n), " in rows of ", row_tokens);
+    PACKFREE_CHECK(packing.length(n) == 0 || packing.bos(n) / row_tokens == (packing.eos(n) - 1) / row_tokens, op,
+                   ": cu_seqlens must end a sequence where a row ends, got one from ", packing.bos(n), " to ",
+                   packing.eos(n), " in rows of ", row_tokens);
   }
 }
 
-// A new output along the tokens is 0 where no sequence owns a token.
-inline void ClearPadding(const PackingView& packing, Tensor& tensor) {
-  if (packing.end() < packing.tokens) torch::stable::zero_(tensor);
-}
-
-// The tier that serves this call, at most `highest`: the highest tier that the op has texts for.
+// The tier that serves this call, at most `highest`: the highest tier that the op has a source for.
 inline Tier CheckedTier(const char* op, Tier highest = kVectorTier) {
   Tier tier = Tier::kScalar;
-  STD_TORCH_CHECK(SelectTier(&tier), op, ": ", TierRefusal());
+  PACKFREE_CHECK(SelectTier(&tier), op, ": ", TierRefusal());
   return tier > highest ? highest : tier;
 }
 

@@ -1,4 +1,4 @@
-// Backward texts of the causal convolution, in the order of fwd-inl.h.
+// Backward source of the causal convolution, in the order of fwd-inl.h.
 //
 // z is recomputed from x. With dz = dy silu'(z) and w[j] the weight of the token j places back:
 //   dx[t] = sum over j of w[j] dz[t + j],   dw[j] = sum over t of dz[t] x[t - j],   dbias = sum over t of dz[t].
@@ -115,10 +115,9 @@ inline void BackwardBlock(const ConvBackwardArgs& args, const SequenceBlock& blo
     BackwardTokens<Acc, W, kChannelsLast, true>(filter, args.silu, x_c + begin * x_token, x_token,
                                                 dy_c + begin * dy_token, dy_token, dz + (begin - block.begin) * kToken,
                                                 block.end - begin, present, &gradient);
-    BackwardTokens<Acc, W, kChannelsLast, false>(filter, args.silu, x_c + block.end * x_token, x_token,
-                                                 dy_c + block.end * dy_token, dy_token,
-                                                 dz + (block.end - block.begin) * kToken, reach - block.end, present,
-                                                 &gradient);
+    BackwardTokens<Acc, W, kChannelsLast, false>(
+        filter, args.silu, x_c + block.end * x_token, x_token, dy_c + block.end * dy_token, dy_token,
+        dz + (block.end - block.begin) * kToken, reach - block.end, present, &gradient);
     for (int64_t t = reach - block.begin; t < block.end - block.begin + W - 1; ++t) {
       for (int lane = 0; lane < present; ++lane) dz[t * kToken + lane] = Acc(0);
     }

@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "cpu/parallel.h"
+#include "cpu/scratch.h"
+#include "cpu/work.h"
 
 namespace packfree {
 namespace {
@@ -19,71 +21,42 @@ struct ConvKernels {
 }  // namespace
 }  // namespace packfree
 
-#define PACKFREE_TEXTS "cpu/causal_conv1d/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/causal_conv1d/tier-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {
 namespace {
 
-// Blocks [first, last) of the block list: about kConvGroupTokens tokens that one work item runs through.
-struct Group {
-  int64_t first;
-  int64_t last;
-};
-
-std::vector<Group> MakeGroups(const std::vector<SequenceBlock>& blocks) {
-  std::vector<Group> groups;
-  int64_t tokens = 0;
-  for (int64_t b = 0; b < static_cast<int64_t>(blocks.size()); ++b) {
-    if (groups.empty() || tokens >= kConvGroupTokens) {
-      groups.push_back({b, b});
-      tokens = 0;
-    }
-    groups.back().last = b + 1;
-    tokens += blocks[b].end - blocks[b].begin;
-  }
-  return groups;
+// Stretches of the block list, of about kConvGroupTokens tokens each.
+std::vector<Stretch> Groups(const std::vector<SequenceBlock>& blocks) {
+  return CutNeighbours(static_cast<int64_t>(blocks.size()), kConvGroupTokens,
+                       [&](int64_t b) { return blocks[b].end - blocks[b].begin; });
 }
 
-// The sums over at most kConvGroupTokens tokens each are Acc; their total is kept in double.
+void ClearTokens(const ConvArgs& args, void* tensor, const ConvStrides& strides) {
+  ClearPaddingOfRows(args.packing, args.row_tokens, args.channels, tensor, strides.row, strides.token, strides.channel,
+                     ElementBytes(args.dtype));
+}
+
+// dweight and dbias from the partial sums, which are Acc.
 template <class Acc>
-void ReducePartials(const ConvBackwardArgs& args, int64_t groups, Acc* dweight, Acc* dbias) {
+void SumGroups(const ConvBackwardArgs& args, int64_t groups) {
   const Acc* partials = static_cast<const Acc*>(args.partials);
-  const int64_t rows = args.width + 1;
-  const int64_t columns = (args.channels + kConvChannels - 1) / kConvChannels;
-  ParallelForEach(columns, [&](int64_t item) {
-    const int64_t channel = item * kConvChannels;
-    const int64_t channels = std::min(kConvChannels, args.channels - channel);
-    for (int64_t row = 0; row < rows; ++row) {
-      double sum[kConvChannels] = {};
-      for (int64_t group = 0; group < groups; ++group) {
-        const Acc* partial = partials + (group * rows + row) * args.channels + channel;
-        for (int64_t c = 0; c < channels; ++c) sum[c] += partial[c];
-      }
-      for (int64_t c = 0; c < channels; ++c) {
-        if (row < args.width) {
-          dweight[(channel + c) * args.width + row] = static_cast<Acc>(sum[c]);
-        } else if (dbias != nullptr) {
-          dbias[channel + c] = static_cast<Acc>(sum[c]);
-        }
-      }
-    }
-  });
+  const int64_t stride = (args.width + 1) * args.channels;
+  SumParts(partials, groups, stride, args.width, args.channels, static_cast<Acc*>(args.dweight));
+  SumParts(partials + args.width * args.channels, groups, stride, 1, args.channels, static_cast<Acc*>(args.dbias));
 }
 
 }  // namespace
 
-int64_t ConvGroups(const PackingView& packing, bool channels_last) {
-  return static_cast<int64_t>(MakeGroups(SequenceBlocks(packing, ConvBlockTokens(channels_last))).size());
-}
-
-void causal_conv1d_fwd_cpu(const ConvForwardArgs& args, Tier tier) {
+void CausalConv1dForwardCpu(Tier tier, const ConvForwardArgs& args) {
   const ConvKernels kernels = PickKernels(tier, args.dtype);
+  ClearTokens(args, args.y, args.y_strides);
   const std::vector<SequenceBlock> blocks = SequenceBlocks(args.packing, ConvBlockTokens(args.channels_last));
-  const std::vector<Group> groups = MakeGroups(blocks);
+  const std::vector<Stretch> groups = Groups(blocks);
   const int64_t columns = (args.channels + kConvChannels - 1) / kConvChannels;
   ParallelForEach(static_cast<int64_t>(groups.size()) * columns, [&](int64_t item) {
-    const Group& group = groups[item / columns];
+    const Stretch& group = groups[item / columns];
     const int64_t channel = item % columns * kConvChannels;
     const int64_t channels = std::min(kConvChannels, args.channels - channel);
     for (int64_t b = group.first; b < group.last; ++b) kernels.forward(args, blocks[b], channel, channels);
@@ -92,15 +65,19 @@ void causal_conv1d_fwd_cpu(const ConvForwardArgs& args, Tier tier) {
   ParallelForEach(args.packing.num_sequences, [&](int64_t n) { kernels.final_state(args, n, 0, args.channels); });
 }
 
-void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args, Tier tier) {
+void CausalConv1dBackwardCpu(Tier tier, const ConvBackwardArgs& given) {
+  ConvBackwardArgs args = given;
   const ConvKernels kernels = PickKernels(tier, args.dtype);
-  const int64_t acc_bytes = args.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
+  const int64_t acc_bytes = AccBytes(args.dtype);
+  ClearTokens(args, args.dx, args.dx_strides);
   const std::vector<SequenceBlock> blocks = SequenceBlocks(args.packing, ConvBlockTokens(args.channels_last));
-  const std::vector<Group> groups = MakeGroups(blocks);
+  const std::vector<Stretch> groups = Groups(blocks);
   const int64_t columns = (args.channels + kConvChannels - 1) / kConvChannels;
   const int64_t rows = args.width + 1;
+  const Buffer partial_sums(static_cast<int64_t>(groups.size()) * rows * args.channels * acc_bytes);
+  args.partials = partial_sums.get();
   ParallelForEach(static_cast<int64_t>(groups.size()) * columns, [&](int64_t item) {
-    const Group& group = groups[item / columns];
+    const Stretch& group = groups[item / columns];
     const int64_t channel = item % columns * kConvChannels;
     const int64_t channels = std::min(kConvChannels, args.channels - channel);
     char* partials = static_cast<char*>(args.partials) + item / columns * rows * args.channels * acc_bytes;
@@ -109,6 +86,11 @@ void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args, Tier tier) {
     }
     for (int64_t b = group.first; b < group.last; ++b) kernels.backward(args, blocks[b], channel, channels, partials);
   });
+  if (args.dtype == Dtype::kFloat64) {
+    SumGroups<double>(args, static_cast<int64_t>(groups.size()));
+  } else {
+    SumGroups<float>(args, static_cast<int64_t>(groups.size()));
+  }
   if (args.dinitial_state == nullptr) return;
   // An empty sequence hands its initial state on as its final state.
   const int64_t state_bytes = args.channels * (args.width - 1) * acc_bytes;
@@ -123,15 +105,7 @@ void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args, Tier tier) {
   }
 }
 
-void causal_conv1d_reduce_cpu(const ConvBackwardArgs& args, int64_t groups, void* dweight, void* dbias) {
-  if (args.dtype == Dtype::kFloat64) {
-    ReducePartials<double>(args, groups, static_cast<double*>(dweight), static_cast<double*>(dbias));
-  } else {
-    ReducePartials<float>(args, groups, static_cast<float*>(dweight), static_cast<float*>(dbias));
-  }
-}
-
-void causal_conv1d_update_cpu(const ConvUpdateArgs& args, Tier tier) {
+void CausalConv1dUpdateCpu(Tier tier, const ConvUpdateArgs& args) {
   const ConvKernels kernels = PickKernels(tier, args.dtype);
   // A step of a few rows is too small to be worth waking threads for every 64 channels.
   constexpr int64_t kStepChannels = 16 * kConvChannels;

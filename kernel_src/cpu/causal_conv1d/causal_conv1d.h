@@ -17,14 +17,10 @@ constexpr int64_t kConvGroupTokens = 512;
 // is a stretch of one channel, and longer ones mean fewer sums across lanes.
 constexpr int64_t ConvBlockTokens(bool channels_last) { return channels_last ? 64 : 512; }
 
-// Number of groups that `packing` is cut into: the first extent of ConvBackwardArgs::partials.
-int64_t ConvGroups(const PackingView& packing, bool channels_last);
-
-void causal_conv1d_fwd_cpu(const ConvForwardArgs& args, Tier tier);
-// Fills dx, dinitial_state and partials. Tokens after the last boundary are not written.
-void causal_conv1d_bwd_cpu(const ConvBackwardArgs& args, Tier tier);
-// Sums the groups of args.partials in order into dweight [D, W] and, unless null, dbias [D]; both Acc.
-void causal_conv1d_reduce_cpu(const ConvBackwardArgs& args, int64_t groups, void* dweight, void* dbias);
-void causal_conv1d_update_cpu(const ConvUpdateArgs& args, Tier tier);
+// Tokens after the last boundary get 0.
+void CausalConv1dForwardCpu(Tier tier, const ConvForwardArgs& args);
+// `partials` is not read: its memory is the call's own.
+void CausalConv1dBackwardCpu(Tier tier, const ConvBackwardArgs& args);
+void CausalConv1dUpdateCpu(Tier tier, const ConvUpdateArgs& args);
 
 }  // namespace packfree

@@ -1,4 +1,4 @@
-// Forward texts of the causal convolution. One text serves both memory orders of x: registers run along whichever axis
+// Forward source of the causal convolution. It serves both memory orders of x: registers run along whichever axis
 // is contiguous. Channel-last, a register is kLanes channels of one token; else it is kLanes tokens of one channel. In
 // both, tap j of a register lies j tokens before it in memory, so the inner arithmetic is the same.
 
@@ -72,8 +72,7 @@ PACKFREE_INLINE void LoadWindow(const ConvArgs& args, int64_t sequence, int64_t 
   }
   for (int64_t t = 0; t < tokens; ++t) {
     for (int c = 0; c < channels; ++c) {
-      window[(W - 1 + t) * kToken + c] =
-          LoadOne<Acc>(x + t * args.x_strides.token + c * args.x_strides.channel);
+      window[(W - 1 + t) * kToken + c] = LoadOne<Acc>(x + t * args.x_strides.token + c * args.x_strides.channel);
     }
   }
 }

@@ -54,8 +54,8 @@ inline void UpdateChannels(const ConvUpdateArgs& args, int64_t batch, int64_t ch
     }
     for (int64_t i = 0; i < length; ++i) {
       const int64_t from = i + args.tokens;
-      s[i * args.state_strides.token] = from < length ? s[from * args.state_strides.token]
-                                                      : x_c[(from - length) * args.x_strides.token];
+      s[i * args.state_strides.token] =
+          from < length ? s[from * args.state_strides.token] : x_c[(from - length) * args.x_strides.token];
     }
   }
 }

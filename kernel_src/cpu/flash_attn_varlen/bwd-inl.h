@@ -139,31 +139,10 @@ inline bool ExchangeQueryGradient(const KeySpan& ranges, int64_t range, int64_t 
   return last;
 }
 
-// What the products of a key range and a query tile read and write. The shapes are those of vector registers;
-// products_matrix-inl.h has the others.
-template <class Acc>
-struct GradientOperands {
-  Acc* keys;       // [range, key_dim]
-  Acc* values;     // [range, value_dim]
-  Acc* dkeys;      // [range, key_dim]
-  Acc* dvalues;    // [range, value_dim]
-  Acc* scores;     // [kKeyBlock, kTileColumns]
-  Acc* dscores;    // [kKeyBlock, kTileColumns]
-  Acc* q_rows;     // [kTileColumns, key_dim]
-  Acc* dout_rows;  // [kTileColumns, value_dim]
-  Acc* qt;         // [K, kTileColumns]
-  Acc* doutt;      // [V, kTileColumns]
-  Acc* dqt;        // [K, kTileColumns]
-  Acc* copy;       // [kTileColumns, max(key_dim, value_dim)]
-  Acc* lse;        // [kTileColumns]
-  Acc* delta;      // [kTileColumns]
-  int64_t range_size;
-};
-
 // dout by rows and transposed, and with it delta if it is wanted.
 template <class Elem, class Acc>
 inline void LoadOutputGradient(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                               const GradientOperands<Acc>& on, Acc* delta) {
+                               const AttentionBackwardTiles<Acc>& on, Acc* delta) {
   using Products = BackwardProducts<Elem, Acc>;
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
   Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), on.copy, on.dout_rows, on.doutt);
@@ -179,7 +158,7 @@ inline void LoadOutputGradient(const AttentionBackwardArgs& args, const KeyUnit&
 // is copied from `delta` unless that is null.
 template <class Elem, class Acc>
 inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
-                             Acc sign, const Acc* delta, const GradientOperands<Acc>& on) {
+                             Acc sign, const Acc* delta, const AttentionBackwardTiles<Acc>& on) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
   const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
   LoadOutputGradient<Elem>(args, unit, tile, on, delta == nullptr ? on.delta : nullptr);
@@ -224,18 +203,28 @@ template <class Products, class Acc, bool kSoftcap>
 PACKFREE_INLINE ScoreGradients<Products, Acc, kSoftcap> BlockScores(const AttentionArgs& args,
                                                                     const QueryTile<Acc>& tile,
                                                                     const ScoreScale<Acc>& scale,
-                                                                    const GradientOperands<Acc>& on, int64_t first,
-                                                                    int64_t key_begin, int64_t rows) {
+                                                                    const AttentionBackwardTiles<Acc>& on,
+                                                                    int64_t first, int64_t key_begin, int64_t rows) {
   const int64_t columns = Products::Columns(tile.columns), parity = key_begin / Products::kBlock % 2;
   Products::Scores(first, rows, columns, args.K, on.range_size, on.keys, on.qt, on.scores);
   Products::Scores(first, rows, columns, args.V, on.range_size, on.values, on.doutt, on.dscores);
-  return {args, tile, scale, on.lse, on.delta, on.scores, on.dscores, key_begin, rows,
-          Products::Gradients(on.scores, parity), Products::Gradients(on.dscores, parity), 0};
+  return {args,
+          tile,
+          scale,
+          on.lse,
+          on.delta,
+          on.scores,
+          on.dscores,
+          key_begin,
+          rows,
+          Products::Gradients(on.scores, parity),
+          Products::Gradients(on.dscores, parity),
+          0};
 }
 
 // dv += (P Z)^T dout, dk += dS^T q, dq^T += k^T dS^T for the rows from `first` on; `work` goes on beside them.
 template <class Products, class Acc, class Gradients, class Work>
-PACKFREE_INLINE void AddBlock(const AttentionArgs& args, const GradientOperands<Acc>& on, const Gradients& block,
+PACKFREE_INLINE void AddBlock(const AttentionArgs& args, const AttentionBackwardTiles<Acc>& on, const Gradients& block,
                               int64_t first, Work&& work) {
   const int64_t columns = Products::Columns(block.tile.columns), rows = block.rows;
   Products::AddToKeys(first, rows, columns, args.V, block.kept, on.dout_rows, on.dvalues, work);
@@ -246,7 +235,7 @@ PACKFREE_INLINE void AddBlock(const AttentionArgs& args, const GradientOperands<
 // The tile's part of the gradients by the keys [begin, end) of a range that starts at range_begin.
 template <class Products, class Acc, bool kSoftcap, class Next>
 void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale,
-                      const GradientOperands<Acc>& on, int64_t range_begin, int64_t begin, int64_t end,
+                      const AttentionBackwardTiles<Acc>& on, int64_t range_begin, int64_t begin, int64_t end,
                       Next& next_tile) {
   constexpr int64_t kBlock = Products::kBlock;
   int64_t block = begin / kBlock * kBlock;
@@ -274,23 +263,13 @@ void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, con
   AddBlock<Products>(args, on, here, from - range_begin, NoWork());
 }
 
-template <class Acc>
-PACKFREE_INLINE GradientOperands<Acc> OperandsIn(const AttentionArgs& args, void* scratch) {
-  const BackwardScratch layout(args);
-  Acc* base = static_cast<Acc*>(scratch);
-  Acc* column_info = base + layout.column_info;
-  return {base + layout.keys,    base + layout.values,  base + layout.dkeys,      base + layout.dvalues,
-          base + layout.scores,  base + layout.dscores, base + layout.q_rows,     base + layout.dout_rows,
-          base + layout.qt,      base + layout.doutt,   base + layout.dqt,        base + layout.copy,
-          column_info,           column_info + kTileColumns, KeyRange(args)};
-}
-
 // Fills exchange.delta for tile `unit.range` of a sequence with several ranges.
 template <class Elem, class Acc>
 void DeltaUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange, void* scratch) {
-  const GradientOperands<Acc> on = OperandsIn<Acc>(args, scratch);
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
+  const AttentionBackwardTiles<Acc> on(args, pieces);
   QueryTile<Acc> tile;
-  DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.range, on.delta + kTileColumns, &tile);
+  DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.range, on.columns, &tile);
   BackwardProducts<Elem, Acc>::Open();
   LoadOutputGradient<Elem>(args, unit, tile, on,
                            static_cast<Acc*>(exchange.delta) + (unit.first_state + unit.range) * kTileColumns);
@@ -309,7 +288,8 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   const int64_t range_end = range_begin + (keys_left < range_size ? keys_left : range_size);
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
   const Acc final_scale = static_cast<Acc>(args.softmax_scale);
-  const GradientOperands<Acc> on = OperandsIn<Acc>(args, scratch);
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
+  const AttentionBackwardTiles<Acc> on(args, pieces);
   const int64_t count = range_end - range_begin;
   using Products = BackwardProducts<Elem, Acc>;
   Products::Open();
@@ -327,7 +307,7 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
   const int64_t tile_count = TileCount(args, unit.sequence), query_rows = args.queries.length(unit.sequence) * group;
   for (int64_t t = 0; t < tile_count; ++t) {
     QueryTile<Acc> tile;
-    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, t, on.delta + kTileColumns, &tile);
+    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, t, on.columns, &tile);
     const KeySpan ranges = TileRanges(tile, range_size);
     // Range 0 also answers for tiles that see no key at all: their dq is 0.
     const bool unseen = ranges.begin == ranges.end && unit.range == 0;
@@ -339,8 +319,13 @@ void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const 
       const Acc* delta =
           unit.first_state < 0 ? nullptr : static_cast<const Acc*>(exchange.delta) + state * kTileColumns;
       LoadGradientTile<Elem>(args, unit, tile, scale.sign, delta, on);
-      NextTile<Elem> next{args, unit, tile.first + kTileColumns, 0, query_rows - tile.first - kTileColumns,
-                          nullptr, args.K * static_cast<int64_t>(sizeof(Acc))};
+      NextTile<Elem> next{args,
+                          unit,
+                          tile.first + kTileColumns,
+                          0,
+                          query_rows - tile.first - kTileColumns,
+                          nullptr,
+                          args.K * static_cast<int64_t>(sizeof(Acc))};
       if (next.rows > kTileColumns) next.rows = kTileColumns;
       if (partial != nullptr && unit.range > 0) next.partial = reinterpret_cast<const char*>(partial + elements);
       const int64_t begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;

@@ -6,13 +6,13 @@
 template <class Acc>
 struct QueryTile {
   using Int = typename VecTraits<Acc>::IntLane;
-  int64_t first;       // row m of column 0
-  int64_t columns;     // 1 .. kTileColumns
-  KeySpan some;        // keys that at least one column sees
-  KeySpan all;         // keys that every column sees; empty if begin >= end
-  Int* key_begin;      // [kTileColumns] bounds of the keys each column sees
-  Int* key_end;        // [kTileColumns]
-  uint32_t* dropout;   // [2, kTileColumns] key of each column's dropout stream
+  int64_t first;      // row m of column 0
+  int64_t columns;    // 1 .. kTileColumns
+  KeySpan some;       // keys that at least one column sees
+  KeySpan all;        // keys that every column sees; empty if begin >= end
+  Int* key_begin;     // [kTileColumns] bounds of the keys each column sees
+  Int* key_end;       // [kTileColumns]
+  uint32_t* dropout;  // [2, kTileColumns] key of each column's dropout stream
 };
 
 // How a product q . k becomes a score in units of log2: outer * (sign * q . k), or with softcap

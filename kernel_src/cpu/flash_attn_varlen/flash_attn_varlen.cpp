@@ -1,165 +1,41 @@
 #include "cpu/flash_attn_varlen/flash_attn_varlen.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "cpu/parallel.h"
-
-#include "cpu/simd/begin_scalar.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/flash_attn_varlen/columns-inl.h"
-#include "cpu/flash_attn_varlen/products-inl.h"
-#include "cpu/flash_attn_varlen/fwd-inl.h"
-#include "cpu/flash_attn_varlen/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#if PACKFREE_X86
-#include "cpu/simd/begin_avx2.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/flash_attn_varlen/columns-inl.h"
-#include "cpu/flash_attn_varlen/products-inl.h"
-#include "cpu/flash_attn_varlen/fwd-inl.h"
-#include "cpu/flash_attn_varlen/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#include "cpu/simd/begin_avx512.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/flash_attn_varlen/columns-inl.h"
-#include "cpu/flash_attn_varlen/products-inl.h"
-#include "cpu/flash_attn_varlen/fwd-inl.h"
-#include "cpu/flash_attn_varlen/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#include "cpu/simd/begin_avx512_bf16.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/flash_attn_varlen/columns-inl.h"
-#include "cpu/flash_attn_varlen/products-inl.h"
-#include "cpu/flash_attn_varlen/fwd-inl.h"
-#include "cpu/flash_attn_varlen/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#include "cpu/simd/begin_amx.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/simd/matrix-inl.h"
-#include "cpu/flash_attn_varlen/columns-inl.h"
-#include "cpu/flash_attn_varlen/products_matrix-inl.h"
-#include "cpu/flash_attn_varlen/fwd-inl.h"
-#include "cpu/flash_attn_varlen/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-#endif
-
-#if PACKFREE_ARM
-#include "cpu/simd/begin_neon.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/flash_attn_varlen/columns-inl.h"
-#include "cpu/flash_attn_varlen/products-inl.h"
-#include "cpu/flash_attn_varlen/fwd-inl.h"
-#include "cpu/flash_attn_varlen/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-
-#include "cpu/simd/begin_neon_bf16.h"
-#include "cpu/simd/vec-inl.h"
-#include "cpu/simd/math-inl.h"
-#include "cpu/simd/tile-inl.h"
-#include "cpu/flash_attn_varlen/columns-inl.h"
-#include "cpu/flash_attn_varlen/products-inl.h"
-#include "cpu/flash_attn_varlen/fwd-inl.h"
-#include "cpu/flash_attn_varlen/bwd-inl.h"
-#include "cpu/simd/end_tier.h"
-#endif
+#include "cpu/scratch.h"
+#include "cpu/work.h"
 
 namespace packfree {
-
-namespace {
-
-struct Kernels {
+// The kernels of one tier and dtype.
+struct AttentionKernels {
   void (*forward)(const AttentionForwardArgs&, const QueryUnit&, void* scratch);
   void (*delta)(const AttentionBackwardArgs&, const KeyUnit&, const RangeExchange&, void* scratch);
   void (*backward)(const AttentionBackwardArgs&, const KeyUnit&, const RangeExchange&, void* scratch);
   void (*sink_gradient)(const AttentionBackwardArgs&, int64_t sequence, int64_t head, void* target);
 };
+}  // namespace packfree
 
-#define PACKFREE_KERNELS(tier, Elem, Acc)                                                    \
-  Kernels {                                                                                  \
-    tier::ForwardUnit<Elem, Acc>, tier::DeltaUnit<Elem, Acc>, tier::BackwardUnit<Elem, Acc>, \
-        tier::SinkGradientUnit<Elem, Acc>                                                    \
-  }
+#define PACKFREE_HIGHEST_TIER PACKFREE_UP_TO_MATRIX
+#define PACKFREE_SOURCE "cpu/flash_attn_varlen/tier-inl.h"
+#include "cpu/simd/each_tier.h"
+
+namespace packfree {
+namespace {
 
 // Floats are multiplied on the matrix unit in sequences of this many keys or more; with fewer, splitting the operands
 // costs more than their products gain.
 constexpr int64_t kMatrixKeys = 512;
 
-// The kernels of a sequence with `keys` keys: only its own length may decide. double runs in the scalar tier whatever
-// the tier; the tiers avx512_bf16, amx and neon_bf16 have kernels of their own for the dtypes that gain by them.
-Kernels SelectKernels(Tier tier, Dtype dtype, int64_t keys) {
-  if (dtype == Dtype::kFloat64) return PACKFREE_KERNELS(scalar, double, double);
+// The kernels of a sequence: only its own length may decide.
+AttentionKernels KernelsOf(Tier tier, const AttentionArgs& args, [[maybe_unused]] int64_t sequence) {
 #if PACKFREE_X86
-  if (tier == Tier::kAmx && dtype == Dtype::kFloat32 && keys >= kMatrixKeys) return PACKFREE_KERNELS(amx, float, float);
-  if (tier == Tier::kAmx && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(amx, bf16, float);
-  if (tier == Tier::kAvx512Bf16 && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(avx512_bf16, bf16, float);
-  if (tier >= Tier::kAvx512) {
-    return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(avx512, float, float)
-           : dtype == Dtype::kBFloat16 ? PACKFREE_KERNELS(avx512, bf16, float)
-                                       : PACKFREE_KERNELS(avx512, fp16, float);
-  }
-  if (tier == Tier::kAvx2) {
-    return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(avx2, float, float)
-           : dtype == Dtype::kBFloat16 ? PACKFREE_KERNELS(avx2, bf16, float)
-                                       : PACKFREE_KERNELS(avx2, fp16, float);
-  }
+  const bool floats = args.dtype == Dtype::kFloat32;
+  if (tier == Tier::kAmx && floats && args.keys.length(sequence) >= kMatrixKeys)
+    return amx::TierKernels<float, float>();
 #endif
-#if PACKFREE_ARM
-  if (tier == Tier::kNeonBf16 && dtype == Dtype::kBFloat16) return PACKFREE_KERNELS(neon_bf16, bf16, float);
-  if (tier >= Tier::kNeon) {
-    return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(neon, float, float)
-           : dtype == Dtype::kBFloat16 ? PACKFREE_KERNELS(neon, bf16, float)
-                                       : PACKFREE_KERNELS(neon, fp16, float);
-  }
-#endif
-  return dtype == Dtype::kFloat32    ? PACKFREE_KERNELS(scalar, float, float)
-         : dtype == Dtype::kBFloat16 ? PACKFREE_KERNELS(scalar, bf16, float)
-                                     : PACKFREE_KERNELS(scalar, fp16, float);
-}
-
-Kernels KernelsOf(const AttentionArgs& args, int64_t sequence) {
-  return SelectKernels(args.tier, args.dtype, args.keys.length(sequence));
-}
-
-int64_t ElementSize(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
-int64_t AccumulationSize(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : 4; }
-
-// A buffer aligned to a cache line, with unspecified contents.
-struct FreeBuffer {
-  void operator()(char* p) const { std::free(p); }
-};
-using Buffer = std::unique_ptr<char, FreeBuffer>;
-Buffer NewBuffer(int64_t bytes) {
-  const size_t rounded = (static_cast<size_t>(bytes) + 64) / 64 * 64;
-  char* p = static_cast<char*>(std::aligned_alloc(64, rounded));
-  if (p == nullptr) throw std::bad_alloc();
-  return Buffer(p);
-}
-
-// Zeroes the rows of a contiguous tensor [tokens, row] from token `from` on.
-void ClearRows(void* data, int64_t from, int64_t tokens, int64_t row_bytes) {
-  if (from >= tokens) return;  // an empty tensor has no address, which memset does not take even for 0 bytes
-  std::memset(static_cast<char*>(data) + from * row_bytes, 0, static_cast<size_t>((tokens - from) * row_bytes));
+  return PickKernels(tier, args.dtype);
 }
 
 // Keys that all queries of a sequence see together: what a work item costs, up to a factor.
@@ -239,7 +115,7 @@ std::vector<KeyUnit> KeyUnits(const AttentionArgs& args, int64_t* states) {
 
 // ds_aux: one partial per (sequence, head), then their sum in order of the sequences.
 template <class Acc>
-void SinkGradient(const AttentionBackwardArgs& args) {
+void SinkGradient(Tier tier, const AttentionBackwardArgs& args) {
   std::vector<int64_t> sequences;
   for (int64_t n = 0; n < args.queries.num_sequences; ++n) {
     if (args.queries.length(n) > 0) sequences.push_back(n);
@@ -248,65 +124,49 @@ void SinkGradient(const AttentionBackwardArgs& args) {
   std::vector<Acc> partial(static_cast<size_t>(count * args.H));
   ParallelForEach(count * args.H, [&](int64_t item) {
     const int64_t n = sequences[static_cast<size_t>(item / args.H)];
-    KernelsOf(args, n).sink_gradient(args, n, item % args.H, &partial[static_cast<size_t>(item)]);
+    KernelsOf(tier, args, n).sink_gradient(args, n, item % args.H, &partial[static_cast<size_t>(item)]);
   });
-  for (int64_t head = 0; head < args.H; ++head) {
-    double sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += partial[static_cast<size_t>(i * args.H + head)];
-    static_cast<Acc*>(args.ds_aux)[head] = static_cast<Acc>(sum);
-  }
+  SumParts(partial.data(), count, args.H, 1, args.H, static_cast<Acc*>(args.ds_aux));
 }
 
 }  // namespace
 
-void flash_attn_varlen_fwd_cpu(const AttentionForwardArgs& args) {
-  ClearRows(args.out, args.queries.end(), args.queries.tokens, args.H * args.V * ElementSize(args.dtype));
-  if (args.lse != nullptr) {
-    for (int64_t head = 0; head < args.H; ++head) {
-      const int64_t row_bytes = AccumulationSize(args.dtype);
-      ClearRows(static_cast<char*>(args.lse) + head * args.queries.tokens * row_bytes, args.queries.end(),
-                args.queries.tokens, row_bytes);
-    }
-  }
+void FlashAttnVarlenForwardCpu(Tier tier, const AttentionForwardArgs& args) {
+  ClearPadding(args.queries, args.out, args.H * args.V * ElementBytes(args.dtype));
+  if (args.lse != nullptr) ClearPaddingOfHeads(args.queries, args.H, args.lse, AccBytes(args.dtype));
   const std::vector<QueryUnit> units = QueryUnits(args);
-  const int64_t items = static_cast<int64_t>(units.size());
-  const int64_t bytes = ForwardScratch(args).total * AccumulationSize(args.dtype);
-  const Buffer scratch = NewBuffer(ParallelWorkers(items) * bytes);
-  ParallelForEach(items, [&](int64_t item, int64_t worker) {
-    const QueryUnit& unit = units[static_cast<size_t>(item)];
-    KernelsOf(args, unit.sequence).forward(args, unit, scratch.get() + worker * bytes);
+  ScratchPool pool(ScratchBytes<AttentionForwardTiles>(args.dtype, args));
+  ParallelForEach(static_cast<int64_t>(units.size()), [&](int64_t item) {
+    const ScratchPool::Lease scratch(&pool);
+    KernelsOf(tier, args, units[item].sequence).forward(args, units[item], scratch.get());
   });
 }
 
-void flash_attn_varlen_bwd_cpu(const AttentionBackwardArgs& args) {
-  const int64_t size = ElementSize(args.dtype), acc_size = AccumulationSize(args.dtype);
-  ClearRows(args.dq, args.queries.end(), args.queries.tokens, args.H * args.K * size);
-  ClearRows(args.dk, args.keys.end(), args.keys.tokens, args.HK * args.K * size);
-  ClearRows(args.dv, args.keys.end(), args.keys.tokens, args.HK * args.V * size);
+void FlashAttnVarlenBackwardCpu(Tier tier, const AttentionBackwardArgs& args) {
+  const int64_t bytes = ElementBytes(args.dtype), acc_bytes = AccBytes(args.dtype);
+  ClearPadding(args.queries, args.dq, args.H * args.K * bytes);
+  ClearPadding(args.keys, args.dk, args.HK * args.K * bytes);
+  ClearPadding(args.keys, args.dv, args.HK * args.V * bytes);
   int64_t states = 0;
   const std::vector<KeyUnit> units = KeyUnits(args, &states);
-  const int64_t items = static_cast<int64_t>(units.size());
-  const int64_t bytes = BackwardScratch(args).total * acc_size;
   const std::vector<KeyUnit> tiles = DeltaUnits(args, units);
-  const int64_t tile_items = static_cast<int64_t>(tiles.size());
-  const Buffer scratch = NewBuffer(ParallelWorkers(std::max(items, tile_items)) * bytes);
-  const Buffer partial = NewBuffer(states * args.K * kTileColumns * acc_size);
-  const Buffer delta = NewBuffer(states * kTileColumns * acc_size);
+  const Buffer partial(states * args.K * kTileColumns * acc_bytes), delta(states * kTileColumns * acc_bytes);
   std::vector<int32_t> arrived(static_cast<size_t>(states), 0);
   const RangeExchange exchange{arrived.data(), partial.get(), delta.get()};
-  ParallelForEach(tile_items, [&](int64_t item, int64_t worker) {
-    const KeyUnit& tile = tiles[static_cast<size_t>(item)];
-    KernelsOf(args, tile.sequence).delta(args, tile, exchange, scratch.get() + worker * bytes);
+  ScratchPool pool(ScratchBytes<AttentionBackwardTiles>(args.dtype, args));
+  ParallelForEach(static_cast<int64_t>(tiles.size()), [&](int64_t item) {
+    const ScratchPool::Lease scratch(&pool);
+    KernelsOf(tier, args, tiles[item].sequence).delta(args, tiles[item], exchange, scratch.get());
   });
-  ParallelForEach(items, [&](int64_t item, int64_t worker) {
-    const KeyUnit& unit = units[static_cast<size_t>(item)];
-    KernelsOf(args, unit.sequence).backward(args, unit, exchange, scratch.get() + worker * bytes);
+  ParallelForEach(static_cast<int64_t>(units.size()), [&](int64_t item) {
+    const ScratchPool::Lease scratch(&pool);
+    KernelsOf(tier, args, units[item].sequence).backward(args, units[item], exchange, scratch.get());
   });
   if (args.ds_aux == nullptr) return;
   if (args.dtype == Dtype::kFloat64) {
-    SinkGradient<double>(args);
+    SinkGradient<double>(tier, args);
   } else {
-    SinkGradient<float>(args);
+    SinkGradient<float>(tier, args);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "common/dtypes.h"
 #include "common/packing.h"
+#include "cpu/scratch.h"
 #include "cpu/simd/tier.h"
 
 namespace packfree {
@@ -21,23 +22,22 @@ struct HeadRows {
 };
 
 struct AttentionArgs {
-  Tier tier;
   Dtype dtype;          // of q, k, v, out, dout, dq, dk, dv
   PackingView queries;  // Tq tokens
   PackingView keys;     // Tk tokens, as many sequences as `queries`
   int64_t H, HK, K, V;
-  HeadRows q;             // [Tq, H, K]
-  HeadRows k;             // [Tk, HK, K]
-  HeadRows v;             // [Tk, HK, V]
-  const void* s_aux;      // [H] accumulation type, null: no sinks
-  double softmax_scale;   // > 0 or not: any finite number
-  double softcap;         // 0: off
-  int64_t window_left;    // keys before the aligned one that a query sees, at most kWidestWindow; -1: all
-  int64_t window_right;   // keys after it, the same. Causal is 0.
+  HeadRows q;                   // [Tq, H, K]
+  HeadRows k;                   // [Tk, HK, K]
+  HeadRows v;                   // [Tk, HK, V]
+  const void* s_aux;            // [H] accumulation type, null: no sinks
+  double softmax_scale;         // > 0 or not: any finite number
+  double softcap;               // 0: off
+  int64_t window_left;          // keys before the aligned one that a query sees, at most kWidestWindow; -1: all
+  int64_t window_right;         // keys after it, the same. Causal is 0.
   const int32_t* visible_keys;  // [Tq, 2] first and last key that each query sees, counted from its sequence's first
                                 // key and clamped to the sequence; the windows are then unbounded. null: they decide
-  double dropout_p;       // in [0, 1)
-  uint64_t dropout_seed;  // only read if dropout_p > 0
+  double dropout_p;             // in [0, 1)
+  uint64_t dropout_seed;        // only read if dropout_p > 0
 };
 
 struct AttentionForwardArgs : AttentionArgs {
@@ -56,8 +56,9 @@ struct AttentionBackwardArgs : AttentionArgs {
   void* ds_aux;      // [H] accumulation type, null: not wanted
 };
 
-void flash_attn_varlen_fwd_cpu(const AttentionForwardArgs& args);
-void flash_attn_varlen_bwd_cpu(const AttentionBackwardArgs& args);
+// Tokens after the last boundary get 0.
+void FlashAttnVarlenForwardCpu(Tier tier, const AttentionForwardArgs& args);
+void FlashAttnVarlenBackwardCpu(Tier tier, const AttentionBackwardArgs& args);
 
 // ---- how the work is cut ---------------------------------------------------------------------------------------
 
@@ -117,8 +118,8 @@ struct QueryUnit {
 struct KeyUnit {
   int64_t sequence;
   int64_t kv_head;
-  int64_t range;         // index of the key range
-  int64_t first_state;   // index of the first tile's entry in the arrays below; -1: the sequence has a single range
+  int64_t range;        // index of the key range
+  int64_t first_state;  // index of the first tile's entry in the arrays below; -1: the sequence has a single range
 };
 
 // What the ranges of a sequence with several of them share, by tile. dq is summed range after range, in rising order:
@@ -135,50 +136,86 @@ inline int64_t KeyRange(const AttentionArgs& args) {
   const int64_t dims = PaddedDim(args.K) + PaddedDim(args.V);
   return dims <= 256 ? kKeyRange : dims <= 512 ? kKeyRange / 2 : kKeyRange / 4;
 }
+// Query tiles of a forward work item, at most.
+constexpr int64_t kMostTiles = 16;
 inline int64_t TilesPerUnit(const AttentionArgs& args) {
   const int64_t tiles = 4096 / (PaddedDim(args.K) + PaddedDim(args.V));
-  return tiles < 2 ? 2 : tiles > 16 ? 16 : tiles;
+  return tiles < 2 ? 2 : tiles > kMostTiles ? kMostTiles : tiles;
 }
 
-// Scratch of one worker, in elements of the accumulation type. Offsets are multiples of 16 elements. Operands of
-// products have room for every form (products-inl.h, products_matrix-inl.h): widened, with a leading dimension of
-// PaddedDim, or as three bf16 parts, 6 bytes an element; the shapes beside them are those of the first form.
-struct ForwardScratch {
-  int64_t keys, values, scores, rows, tile_out, column_info, tiles, tile_size, total;
-  explicit ForwardScratch(const AttentionArgs& args) {
+// Scratch of a work item. Operands of products have room for every form (products-inl.h, products_matrix-inl.h):
+// widened, with a leading dimension of PaddedDim, or as three bf16 parts, 6 bytes an element; the shapes are those of
+// the first.
+template <class Acc>
+struct QueryTileMemory {
+  Acc* qt;       // [K, kTileColumns]
+  Acc* ot;       // [V, kTileColumns]
+  Acc* max;      // [kTileColumns]
+  Acc* sum;      // [kTileColumns]
+  Acc* columns;  // [4, kTileColumns]: key bounds and dropout keys
+};
+
+template <class Acc>
+struct AttentionForwardTiles {
+  Acc* keys;                              // [kKeyBlock, key_dim]
+  Acc* values;                            // [kKeyBlock, value_dim]
+  Acc* scores;                            // [kKeyBlock, kTileColumns]
+  Acc* rows;                              // [kTileColumns, max(key_dim, value_dim)]: a tile on its way in or out
+  QueryTileMemory<Acc> tile[kMostTiles];  // of the unit, TilesPerUnit of them
+
+  AttentionForwardTiles(const AttentionArgs& args, Pieces<Acc>& pieces) {
     const int64_t key_dim = CeilDiv(args.K, 32) * 32, value_dim = CeilDiv(args.V, 32) * 32;
-    const int64_t widest = key_dim > value_dim ? key_dim : value_dim;
-    keys = 0;                                         // [kKeyBlock, key_dim]
-    values = keys + kKeyBlock * key_dim * 3 / 2;      // [kKeyBlock, value_dim]
-    scores = values + kKeyBlock * value_dim * 3 / 2;  // [kKeyBlock, kTileColumns]
-    rows = scores + kKeyBlock * kTileColumns * 3 / 2;  // [kTileColumns, widest]: a tile on its way in or out
-    tiles = rows + kTileColumns * widest * 3 / 2;      // per tile of the unit:
-    tile_out = kTileColumns * key_dim * 3 / 2;              //   qt [key_dim, kTileColumns]
-    column_info = tile_out + kTileColumns * value_dim;      //   ot [value_dim, kTileColumns]
-    tile_size = column_info + 6 * kTileColumns;             //   max, sum, key bounds and dropout keys of each column
-    total = tiles + TilesPerUnit(args) * tile_size;
+    keys = pieces.Take(kKeyBlock * key_dim * 3 / 2);
+    values = pieces.Take(kKeyBlock * value_dim * 3 / 2);
+    scores = pieces.Take(kKeyBlock * kTileColumns * 3 / 2);
+    rows = pieces.Take(kTileColumns * (key_dim > value_dim ? key_dim : value_dim) * 3 / 2);
+    for (int64_t t = 0; t < TilesPerUnit(args); ++t) {
+      tile[t].qt = pieces.Take(kTileColumns * key_dim * 3 / 2);
+      tile[t].ot = pieces.Take(kTileColumns * value_dim);
+      tile[t].max = pieces.Take(kTileColumns);
+      tile[t].sum = pieces.Take(kTileColumns);
+      tile[t].columns = pieces.Take(4 * kTileColumns);
+    }
   }
 };
 
-struct BackwardScratch {
-  int64_t keys, values, dkeys, dvalues, scores, dscores, q_rows, dout_rows, copy, qt, doutt, dqt, column_info, total;
-  explicit BackwardScratch(const AttentionArgs& args) {
-    const int64_t key_dim = CeilDiv(args.K, 64) * 64, value_dim = CeilDiv(args.V, 64) * 64, range = KeyRange(args);
-    const int64_t widest = key_dim > value_dim ? key_dim : value_dim;
-    keys = 0;                                                 // [range, key_dim], in both orders
-    values = keys + range * key_dim * 3;                      // [range, value_dim]
-    dkeys = values + range * value_dim * 3 / 2;               // [range, key_dim]
-    dvalues = dkeys + range * key_dim;                        // [range, value_dim]
-    scores = dvalues + range * value_dim;                     // [kKeyBlock, kTileColumns], in three forms
-    dscores = scores + kKeyBlock * kTileColumns * 2;          // [kKeyBlock, kTileColumns], in three forms
-    q_rows = dscores + kKeyBlock * kTileColumns * 2;          // [kTileColumns, key_dim]
-    dout_rows = q_rows + kTileColumns * key_dim * 3 / 2;      // [kTileColumns, value_dim]
-    copy = dout_rows + kTileColumns * value_dim * 3 / 2;      // [kTileColumns, widest]
-    qt = copy + kTileColumns * widest * 3 / 2;                // [key_dim, kTileColumns]
-    doutt = qt + kTileColumns * key_dim * 3 / 2;              // [value_dim, kTileColumns]
-    dqt = doutt + kTileColumns * value_dim * 3 / 2;           // [key_dim, kTileColumns]
-    column_info = dqt + kTileColumns * key_dim;               // lse, delta, key bounds and dropout keys of each column
-    total = column_info + 6 * kTileColumns;
+// What the products of a key range and a query tile read and write.
+template <class Acc>
+struct AttentionBackwardTiles {
+  int64_t range_size;
+  Acc* keys;       // [range, key_dim], in both orders
+  Acc* values;     // [range, value_dim]
+  Acc* dkeys;      // [range, key_dim]
+  Acc* dvalues;    // [range, value_dim]
+  Acc* scores;     // [kKeyBlock, kTileColumns], in three forms
+  Acc* dscores;    // [kKeyBlock, kTileColumns], in three forms
+  Acc* q_rows;     // [kTileColumns, key_dim]
+  Acc* dout_rows;  // [kTileColumns, value_dim]
+  Acc* copy;       // [kTileColumns, max(key_dim, value_dim)]
+  Acc* qt;         // [K, kTileColumns]
+  Acc* doutt;      // [V, kTileColumns]
+  Acc* dqt;        // [K, kTileColumns]
+  Acc* lse;        // [kTileColumns]
+  Acc* delta;      // [kTileColumns]
+  Acc* columns;    // [4, kTileColumns]: key bounds and dropout keys
+
+  AttentionBackwardTiles(const AttentionArgs& args, Pieces<Acc>& pieces) : range_size(KeyRange(args)) {
+    const int64_t key_dim = CeilDiv(args.K, 64) * 64, value_dim = CeilDiv(args.V, 64) * 64;
+    keys = pieces.Take(range_size * key_dim * 3);
+    values = pieces.Take(range_size * value_dim * 3 / 2);
+    dkeys = pieces.Take(range_size * key_dim);
+    dvalues = pieces.Take(range_size * value_dim);
+    scores = pieces.Take(kKeyBlock * kTileColumns * 2);
+    dscores = pieces.Take(kKeyBlock * kTileColumns * 2);
+    q_rows = pieces.Take(kTileColumns * key_dim * 3 / 2);
+    dout_rows = pieces.Take(kTileColumns * value_dim * 3 / 2);
+    copy = pieces.Take(kTileColumns * (key_dim > value_dim ? key_dim : value_dim) * 3 / 2);
+    qt = pieces.Take(kTileColumns * key_dim * 3 / 2);
+    doutt = pieces.Take(kTileColumns * value_dim * 3 / 2);
+    dqt = pieces.Take(kTileColumns * key_dim);
+    lse = pieces.Take(kTileColumns);
+    delta = pieces.Take(kTileColumns);
+    columns = pieces.Take(4 * kTileColumns);
   }
 };
 

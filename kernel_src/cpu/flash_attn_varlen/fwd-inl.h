@@ -166,32 +166,24 @@ template <class Elem, class Acc>
 void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* scratch) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736), kLn2 = Acc(0.69314718055994530942);
   constexpr int L = kLanes<Acc>;
-  const ForwardScratch layout(args);
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
+  const AttentionForwardTiles<Acc> memory(args, pieces);
   const int64_t group = args.H / args.HK;
   const int64_t q_bos = args.queries.bos(unit.sequence), k_bos = args.keys.bos(unit.sequence);
   const int64_t tile_count = unit.tile_end - unit.tile_begin;
   const bool softcap = args.softcap > 0;
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
-  Acc* base = static_cast<Acc*>(scratch);
-  // The shapes of operands are those of vector registers; products_matrix-inl.h has the others.
-  Acc* keys = base + layout.keys;      // [kKeyBlock, key_dim]
-  Acc* values = base + layout.values;  // [kKeyBlock, value_dim]
-  Acc* scores = base + layout.scores;  // [kKeyBlock, kTileColumns]
-  Acc* rows = base + layout.rows;      // [kTileColumns, max(key_dim, value_dim)]
-  QueryTile<Acc> tiles[16];
+  QueryTile<Acc> tiles[kMostTiles];
   using Products = ForwardProducts<Elem, Acc>;
 
   Products::Open();
   // Queries, transposed; a sink opens the softmax of its head as a key with value 0 would.
   KeySpan some{args.keys.length(unit.sequence), 0};
   for (int64_t t = 0; t < tile_count; ++t) {
-    Acc* qt = base + layout.tiles + t * layout.tile_size;  // [K, kTileColumns]
-    Acc* ot = qt + layout.tile_out;                        // [V, kTileColumns]
-    Acc* max = qt + layout.column_info;                    // [kTileColumns]
-    Acc* sum = max + kTileColumns;                         // [kTileColumns]
+    const auto [qt, ot, max, sum, columns] = memory.tile[t];
     QueryTile<Acc>& tile = tiles[t];
-    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.tile_begin + t, sum + kTileColumns, &tile);
-    Products::LoadQueries(tile, args.q, q_bos, group, unit.kv_head, args.K, scale.sign, rows, qt);
+    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.tile_begin + t, columns, &tile);
+    Products::LoadQueries(tile, args.q, q_bos, group, unit.kv_head, args.K, scale.sign, memory.rows, qt);
     ClearTile(args.V, kTileColumns, ot, kTileColumns);
     for (int64_t c = 0; c < kTileColumns; ++c) {
       const int64_t head = unit.kv_head * group + (tile.first + c) % group;
@@ -209,32 +201,29 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   for (int64_t block = some.begin / kBlock * kBlock; block < some.end; block += kBlock) {
     const int64_t block_end = block + kBlock < some.end ? block + kBlock : some.end;
     Products::LoadKeys(block_end - block, args.K,
-                      static_cast<const Elem*>(args.k.data) + (k_bos + block) * args.k.token_stride +
-                          unit.kv_head * args.k.head_stride,
-                      args.k.token_stride, keys);
+                       static_cast<const Elem*>(args.k.data) + (k_bos + block) * args.k.token_stride +
+                           unit.kv_head * args.k.head_stride,
+                       args.k.token_stride, memory.keys);
     Products::LoadValues(block_end - block, args.V,
-                        static_cast<const Elem*>(args.v.data) + (k_bos + block) * args.v.token_stride +
-                            unit.kv_head * args.v.head_stride,
-                        args.v.token_stride, values, scores);
+                         static_cast<const Elem*>(args.v.data) + (k_bos + block) * args.v.token_stride +
+                             unit.kv_head * args.v.head_stride,
+                         args.v.token_stride, memory.values, memory.scores);
     for (int64_t t = 0; t < tile_count; ++t) {
       const QueryTile<Acc>& tile = tiles[t];
       const int64_t seen_begin = tile.some.begin > block ? tile.some.begin : block;
       const int64_t end = tile.some.end < block_end ? tile.some.end : block_end;
       if (seen_begin >= end) continue;
-      Acc* qt = base + layout.tiles + t * layout.tile_size;
-      Acc* ot = qt + layout.tile_out;
-      Acc* max = qt + layout.column_info;
-      Acc* sum = max + kTileColumns;
+      const QueryTileMemory<Acc>& of = memory.tile[t];
       constexpr int64_t kStep = Products::kKeysTogether;
       for (int64_t step = block + (seen_begin - block) / kStep * kStep; step < end; step += kStep) {
         const int64_t begin = Products::kWholeBlocks || step > seen_begin ? step : seen_begin;
         const int64_t rows_end = step + kStep < end ? step + kStep : end, count = rows_end - begin;
         if (softcap) {
-          ForwardStep<Products, Acc, true>(args, tile, scale, begin - block, begin, count, keys, values, qt, scores,
-                                           max, sum, ot);
+          ForwardStep<Products, Acc, true>(args, tile, scale, begin - block, begin, count, memory.keys, memory.values,
+                                           of.qt, memory.scores, of.max, of.sum, of.ot);
         } else {
-          ForwardStep<Products, Acc, false>(args, tile, scale, begin - block, begin, count, keys, values, qt, scores,
-                                            max, sum, ot);
+          ForwardStep<Products, Acc, false>(args, tile, scale, begin - block, begin, count, memory.keys, memory.values,
+                                            of.qt, memory.scores, of.max, of.sum, of.ot);
         }
       }
     }
@@ -245,10 +234,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   // out = ot / sum, lse = max ln(2) + ln(sum). A row that saw nothing has sum 0: output 0, lse -infinity.
   for (int64_t t = 0; t < tile_count; ++t) {
     const QueryTile<Acc>& tile = tiles[t];
-    Acc* qt = base + layout.tiles + t * layout.tile_size;
-    Acc* ot = qt + layout.tile_out;
-    Acc* max = qt + layout.column_info;
-    Acc* sum = max + kTileColumns;
+    Acc *ot = memory.tile[t].ot, *max = memory.tile[t].max, *sum = memory.tile[t].sum;
     for (int64_t c = 0; c < tile.columns; c += L) {
       const Vec<Acc> denominator = Load<Acc>(sum + c);
       const Vec<Acc> inverse = Select(denominator == Zero<Acc>(), Zero<Acc>(), Acc(1) / denominator);
@@ -259,7 +245,7 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
       Store(sum + c, MulAdd(Load<Acc>(max + c), Set<Acc>(kLn2), Log<Acc>(denominator)));
     }
     StoreQueryColumns<Elem>(tile, ot, Acc(1), q_bos, group, unit.kv_head, args.H, args.V, static_cast<Elem*>(args.out),
-                            rows);
+                            memory.rows);
     if (args.lse == nullptr) continue;
     for (int64_t c = 0; c < tile.columns; ++c) {
       static_cast<Acc*>(args.lse)[LseIndex(args, q_bos, unit.kv_head, tile, c)] = sum[c];

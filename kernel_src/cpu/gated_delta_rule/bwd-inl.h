@@ -1,4 +1,4 @@
-// Backward stages of the gated delta rule, as chunked/delta_units-inl.h calls them. Included once per tier, after
+// Backward stages of the gated delta rule, as delta_rule/units-inl.h calls them. Included once per tier, after
 // chunk-inl.h. Names of gradients carry d_ before the name of the tile they belong to.
 
 // Lower tiles of one value head: read = (q . k) decay, mix = (k . k) decay below the diagonal, and
@@ -43,101 +43,102 @@ inline void SplitPairGradients(const DeltaPlan& plan, int64_t c, const GatedBack
   }
 }
 
-// One chunk of one value head. `state_turned`, null for 0, and `corrections` are what the recomputation kept; d_state
-// is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it if
-// `wants_before`.
+// The whole rule, as delta_rule/units-inl.h takes it.
 template <class Elem, class Acc>
-inline void BackwardHead(const GatedDeltaRuleBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c,
-                         int64_t hv, const GatedBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections,
-                         Acc* d_state, bool has_after, bool wants_before) {
-  const DeltaInputs& in = args.in;
-  const GatedChunkTiles<Acc>& chunk = tiles.chunk;
-  const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
-  const int64_t pair_k = plan.pair_k, pair_v = plan.pair_v;
-  const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
-  Acc* d_o = chunk.value_rows;        // [c, V]
-  Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
-  const Acc* q_rows = chunk.rows;
-  const Acc* k_rows = chunk.rows + ldk;
-  PrepareHead<Acc>(in, plan, begin, c, hv, true, chunk);
-  const Acc* to_end = chunk.decay + (c - 1) * ldc;
-  const Acc over_chunk = chunk.from_start[c - 1];
-  WeighPairsBackward<Acc>(plan, c, tiles);
-  LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
+struct GatedRule : GatedForwardStages<Elem, Acc> {
+  // One chunk of one value head. `state_turned`, null for 0, and `corrections` are what the recomputation kept; d_state
+  // is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it if
+  // `wants_before`.
+  static void BackwardHead(const GatedDeltaRuleBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c,
+                           int64_t hv, const GatedBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections,
+                           Acc* d_state, bool has_after, bool wants_before) {
+    const DeltaInputs& in = args.in;
+    const GatedChunkTiles<Acc>& chunk = tiles.chunk;
+    const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
+    const int64_t pair_k = plan.pair_k, pair_v = plan.pair_v;
+    const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
+    Acc* d_o = chunk.value_rows;                        // [c, V]
+    Acc* d_v = chunk.value_rows + ldv;                  // [c, V]: gradient of beta corrections, then -dv
+    const Acc* q_rows = chunk.rows;
+    const Acc* k_rows = chunk.rows + ldk;
+    GatedRule::PrepareHead(in, plan, begin, c, hv, true, chunk);
+    const Acc* to_end = chunk.decay + (c - 1) * ldc;
+    const Acc over_chunk = chunk.from_start[c - 1];
+    WeighPairsBackward<Acc>(plan, c, tiles);
+    LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
 
-  // d(beta corrections) = to_end k d_state + read^T d_o, then back through the solve.
-  if (has_after) {
-    Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
-    for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
-    MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-  } else {
-    MultiplyLowerTransposed<Into::kOverwrite>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-  }
-  CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
-  SplitPairGradients<Acc>(plan, c, tiles);
+    // d(beta corrections) = to_end k d_state + read^T d_o, then back through the solve.
+    if (has_after) {
+      Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
+      for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
+      MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+    } else {
+      MultiplyLowerTransposed<Into::kOverwrite>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+    }
+    CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
+    SplitPairGradients<Acc>(plan, c, tiles);
 
-  // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i,
-  // dk_j += to_end_j d_state corrections_j.
-  Acc* d_q = tiles.d_rows;
-  Acc* d_k = tiles.d_rows + ldk;
-  for (int64_t i = 0; i < kChunk; ++i) tiles.d_from_start[i] = tiles.d_to_end[i] = 0;
-  if (state_turned != nullptr) {
-    Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.from_state, ldk);
+    // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i,
+    // dk_j += to_end_j d_state corrections_j.
+    Acc* d_q = tiles.d_rows;
+    Acc* d_k = tiles.d_rows + ldk;
+    for (int64_t i = 0; i < kChunk; ++i) tiles.d_from_start[i] = tiles.d_to_end[i] = 0;
+    if (state_turned != nullptr) {
+      Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.from_state, ldk);
+      for (int64_t i = 0; i < c; ++i) {
+        const Acc* q_part = tiles.from_state + i * pair_k;
+        const Acc* k_part = q_part + ldk;
+        const Acc start = chunk.from_start[i];
+        tiles.d_from_start[i] =
+            start * (RowDot<Acc>(K, q_rows + i * pair_k, q_part) + RowDot<Acc>(K, k_rows + i * pair_k, k_part));
+        AddScaledRow<Acc>(K, start, q_part, d_q + i * pair_k);
+        AddScaledRow<Acc>(K, start, k_part, d_k + i * pair_k);
+      }
+    }
+    Acc kept = 0;
+    if (has_after) {
+      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
+      Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.to_state, ldk);
+      for (int64_t i = 0; i < c; ++i) {
+        const Acc* end_part = tiles.to_state + i * ldk;
+        tiles.d_to_end[i] = to_end[i] * RowDot<Acc>(K, k_rows + i * pair_k, end_part);
+        AddScaledRow<Acc>(K, to_end[i], end_part, d_k + i * pair_k);
+      }
+      for (int64_t r = 0; r < V && state_turned != nullptr; ++r) {
+        kept += RowDot<Acc>(K, state_turned + r * ldk, tiles.d_state_turned + r * ldk);
+      }
+    }
+    GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, over_chunk * kept,
+                              chunk.exponents, static_cast<Acc*>(args.dg) + token, in.value_heads);
+    if (!wants_before) return;
+
+    // d_state = over_chunk d_state + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T), from the last token back, q
+    // and k in turn: each partial sum is then the gradient of the state at some token, not far larger than the result.
     for (int64_t i = 0; i < c; ++i) {
-      const Acc* q_part = tiles.from_state + i * pair_k;
-      const Acc* k_part = q_part + ldk;
-      const Acc start = chunk.from_start[i];
-      tiles.d_from_start[i] = start * (RowDot<Acc>(K, q_rows + i * pair_k, q_part) +
-                                       RowDot<Acc>(K, k_rows + i * pair_k, k_part));
-      AddScaledRow<Acc>(K, start, q_part, d_q + i * pair_k);
-      AddScaledRow<Acc>(K, start, k_part, d_k + i * pair_k);
+      ScaleRow<Acc>(V, chunk.from_start[i], d_o + i * pair_v);
+      ScaleRow<Acc>(V, chunk.from_start[i], d_v + i * pair_v);
     }
+    for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk, d_state + r * ldv);
+    const int64_t last = 2 * c - 1;
+    Multiply<Into::kAdd>(K, V, 2 * c, chunk.rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv, d_state,
+                         ldv);
   }
-  Acc kept = 0;
-  if (has_after) {
-    LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
-    Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.to_state, ldk);
-    for (int64_t i = 0; i < c; ++i) {
-      const Acc* end_part = tiles.to_state + i * ldk;
-      tiles.d_to_end[i] = to_end[i] * RowDot<Acc>(K, k_rows + i * pair_k, end_part);
-      AddScaledRow<Acc>(K, to_end[i], end_part, d_k + i * pair_k);
-    }
-    for (int64_t r = 0; r < V && state_turned != nullptr; ++r) {
-      kept += RowDot<Acc>(K, state_turned + r * ldk, tiles.d_state_turned + r * ldk);
-    }
+
+  static void ClearKeyProductGradients(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
+    ClearTile<Acc>(c, c, tiles.d_qk, plan.ldc);
+    ClearTile<Acc>(c, c, tiles.d_kk, plan.ldc);
   }
-  GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, over_chunk * kept, chunk.exponents,
-                            static_cast<Acc*>(args.dg) + token, in.value_heads);
-  if (!wants_before) return;
 
-  // d_state = over_chunk d_state + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T), from the last token back, q
-  // and k in turn: each partial sum is then the gradient of the state at some token, not far larger than the result.
-  for (int64_t i = 0; i < c; ++i) {
-    ScaleRow<Acc>(V, chunk.from_start[i], d_o + i * pair_v);
-    ScaleRow<Acc>(V, chunk.from_start[i], d_v + i * pair_v);
+  // What the group's summed gradients of q . k and k . k give to the rows of q and k.
+  static void KeyProductGradients(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
+    const int64_t K = plan.key_dim, pair = plan.pair_k, ldc = plan.ldc;
+    const Acc* q_rows = tiles.chunk.rows;
+    const Acc* k_rows = tiles.chunk.rows + plan.ldk;
+    Acc* d_q = tiles.d_rows;
+    Acc* d_k = tiles.d_rows + plan.ldk;
+    MultiplyLower<Into::kAdd>(c, K, tiles.d_qk, ldc, k_rows, pair, d_q, pair);
+    MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_qk, ldc, q_rows, pair, d_k, pair);
+    MultiplyLower<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair, d_k, pair);
+    MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair, d_k, pair);
   }
-  for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk, d_state + r * ldv);
-  const int64_t last = 2 * c - 1;
-  Multiply<Into::kAdd>(K, V, 2 * c, chunk.rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv, d_state,
-                       ldv);
-}
-
-template <class Acc>
-inline void ClearKeyProductGradients(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
-  ClearTile<Acc>(c, c, tiles.d_qk, plan.ldc);
-  ClearTile<Acc>(c, c, tiles.d_kk, plan.ldc);
-}
-
-// What the group's summed gradients of q . k and k . k give to the rows of q and k.
-template <class Acc>
-inline void KeyProductGradients(const DeltaPlan& plan, int64_t c, const GatedBackwardTiles<Acc>& tiles) {
-  const int64_t K = plan.key_dim, pair = plan.pair_k, ldc = plan.ldc;
-  const Acc* q_rows = tiles.chunk.rows;
-  const Acc* k_rows = tiles.chunk.rows + plan.ldk;
-  Acc* d_q = tiles.d_rows;
-  Acc* d_k = tiles.d_rows + plan.ldk;
-  MultiplyLower<Into::kAdd>(c, K, tiles.d_qk, ldc, k_rows, pair, d_q, pair);
-  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_qk, ldc, q_rows, pair, d_k, pair);
-  MultiplyLower<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair, d_k, pair);
-  MultiplyLowerTransposed<Into::kAdd>(c, K, tiles.d_kk, ldc, k_rows, pair, d_k, pair);
-}
+};

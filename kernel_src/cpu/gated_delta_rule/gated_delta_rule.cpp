@@ -6,21 +6,21 @@ namespace packfree {
 using GatedDeltaRuleKernels = DeltaKernels<GatedDeltaRuleForward, GatedDeltaRuleBackward>;
 }  // namespace packfree
 
-#define PACKFREE_TEXTS "cpu/gated_delta_rule/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/gated_delta_rule/tier-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {
 
-void GatedDeltaRuleForwardCpu(Tier tier, Dtype dtype, const GatedDeltaRuleForward& args) {
-  RunDeltaForward<GatedChunkTiles>(PickKernels(tier, dtype), dtype, args);
+void GatedDeltaRuleForwardCpu(Tier tier, const GatedDeltaRuleForward& args) {
+  RunDeltaForward<GatedChunkTiles>(PickKernels(tier, args.in.dtype), args);
 }
 
-void GatedDeltaRuleBackwardCpu(Tier tier, Dtype dtype, const GatedDeltaRuleBackward& args) {
-  RunDeltaBackward<GatedBackwardTiles>(PickKernels(tier, dtype), dtype, args, args.in.value_heads);
+void GatedDeltaRuleBackwardCpu(Tier tier, const GatedDeltaRuleBackward& args) {
+  RunDeltaBackward<GatedBackwardTiles>(PickKernels(tier, args.in.dtype), args, args.in.value_heads);
 }
 
-void GatedDeltaRuleRecurrentCpu(Tier tier, Dtype dtype, const GatedDeltaRuleForward& args) {
-  RunDeltaRecurrent(PickKernels(tier, dtype), dtype, args);
+void GatedDeltaRuleRecurrentCpu(Tier tier, const GatedDeltaRuleForward& args) {
+  RunDeltaRecurrent(PickKernels(tier, args.in.dtype), args);
 }
 
 }  // namespace packfree

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/dtypes.h"
-#include "cpu/chunked/delta.h"
+#include "cpu/delta_rule/inputs.h"
 #include "cpu/simd/tier.h"
 
 namespace packfree {
@@ -14,9 +14,9 @@ using GatedDeltaRuleForward = DeltaForward<GatedDeltaRuleInputs>;
 using GatedDeltaRuleBackward = DeltaBackward<GatedDeltaRuleInputs>;
 
 // Sequences run chunk by chunk; any number of tokens.
-void GatedDeltaRuleForwardCpu(Tier tier, Dtype dtype, const GatedDeltaRuleForward& args);
-void GatedDeltaRuleBackwardCpu(Tier tier, Dtype dtype, const GatedDeltaRuleBackward& args);
+void GatedDeltaRuleForwardCpu(Tier tier, const GatedDeltaRuleForward& args);
+void GatedDeltaRuleBackwardCpu(Tier tier, const GatedDeltaRuleBackward& args);
 // The same result as the forward, token by token: faster for sequences of a few tokens.
-void GatedDeltaRuleRecurrentCpu(Tier tier, Dtype dtype, const GatedDeltaRuleForward& args);
+void GatedDeltaRuleRecurrentCpu(Tier tier, const GatedDeltaRuleForward& args);
 
 }  // namespace packfree

@@ -1,7 +1,7 @@
 // Scratch memory of the gated delta rule beside what the delta rules share.
 #pragma once
 
-#include "cpu/chunked/delta_plan.h"
+#include "cpu/delta_rule/plan.h"
 
 namespace packfree {
 

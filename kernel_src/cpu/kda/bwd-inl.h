@@ -1,4 +1,4 @@
-// Backward stages of Kimi delta attention, as chunked/delta_units-inl.h calls them. Included once per tier, after
+// Backward stages of Kimi delta attention, as delta_rule/units-inl.h calls them. Included once per tier, after
 // chunk-inl.h. Names of gradients carry d_ before the name of the tile they belong to. The gradient of a log-decay is
 // gathered as the sum over all decays that span its token; each span adds to its own tokens by a running sum, and
 // nothing is taken away again.
@@ -139,73 +139,75 @@ inline void PairGradients(const DeltaPlan& plan, int64_t c, const KdaBackwardTil
   }
 }
 
-// One chunk of one value head. `state_turned`, null for 0, and `corrections` are what the recomputation kept; d_state
-// is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it if
-// `wants_before`.
+// The whole rule, as delta_rule/units-inl.h takes it.
 template <class Elem, class Acc>
-inline void BackwardHead(const KdaBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
-                         const KdaBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections, Acc* d_state,
-                         bool has_after, bool wants_before) {
-  const KdaInputs& in = args.in;
-  const KdaChunkTiles<Acc>& chunk = tiles.chunk;
-  const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
-  const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
-  const int64_t end_mark = SubBlocksOf(c);
-  const Acc* end_rows = chunk.mark_rows + MarkRow(end_mark) * ldk;
-  const Acc* over_chunk = chunk.from_start + (c - 1) * ldk;
-  const int64_t pair_v = plan.pair_v;
-  Acc* d_o = chunk.value_rows;        // [c, V]
-  Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
-  PrepareHead<Acc>(in, plan, begin, c, hv, true, chunk);
-  WeighPairsBackward<Acc>(plan, c, chunk);
-  LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
+struct KdaRule : KdaForwardStages<Elem, Acc> {
+  // One chunk of one value head. `state_turned`, null for 0, and `corrections` are what the recomputation kept; d_state
+  // is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it if
+  // `wants_before`.
+  static void BackwardHead(const KdaBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
+                           const KdaBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections, Acc* d_state,
+                           bool has_after, bool wants_before) {
+    const KdaInputs& in = args.in;
+    const KdaChunkTiles<Acc>& chunk = tiles.chunk;
+    const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
+    const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
+    const int64_t end_mark = SubBlocksOf(c);
+    const Acc* end_rows = chunk.mark_rows + MarkRow(end_mark) * ldk;
+    const Acc* over_chunk = chunk.from_start + (c - 1) * ldk;
+    const int64_t pair_v = plan.pair_v;
+    Acc* d_o = chunk.value_rows;        // [c, V]
+    Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
+    KdaRule::PrepareHead(in, plan, begin, c, hv, true, chunk);
+    WeighPairsBackward<Acc>(plan, c, chunk);
+    LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
 
-  // d(beta corrections) = (k decayed to the end) d_state + read^T d_o, then back through the solve.
-  if (has_after) {
-    Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_state, ldv, d_v, pair_v);
-    MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-    LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
-  } else {
-    MultiplyLowerTransposed<Into::kOverwrite>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-  }
-  CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
-
-  // What every log-decay of the chunk gets from the decay of the state over the whole of it.
-  const int64_t spanned = has_after && state_turned != nullptr ? V : 0;
-  for (int64_t x = 0; x < K; x += kLanes<Acc>) {
-    Vec<Acc> kept = Zero<Acc>();
-    for (int64_t r = 0; r < spanned; ++r) {
-      kept = MulAdd(Load<Acc>(state_turned + r * ldk + x), Load<Acc>(tiles.d_state_turned + r * ldk + x), kept);
+    // d(beta corrections) = (k decayed to the end) d_state + read^T d_o, then back through the solve.
+    if (has_after) {
+      Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_state, ldv, d_v, pair_v);
+      MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
+      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
+    } else {
+      MultiplyLowerTransposed<Into::kOverwrite>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
     }
-    if (spanned != 0) kept = kept * Load<Acc>(over_chunk + x);
-    for (int64_t i = 0; i < c; ++i) Store(tiles.d_decay + i * ldk + x, kept);
-  }
-  // Through the state before the chunk, the state after it, and the pairs.
-  if (state_turned != nullptr) {
-    Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.d_parts, ldk);
-    GradientsFromBehind<Acc>(plan, 0, c, -1, chunk.from_start, chunk.start_rows, tiles.d_parts, tiles);
-  }
-  if (has_after) {
-    Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.d_parts, ldk);
-    GradientsFromMark<Acc>(plan, c, end_mark, c, tiles.d_parts, tiles);
-  }
-  PairGradients<Acc>(plan, c, tiles);
-  const int64_t at = token * K;
-  Acc* d_rates = args.d_rates == nullptr ? nullptr : static_cast<Acc*>(args.d_rates) + token;
-  StoreDecayGradients<Acc>(Gate<Acc>(in, hv), c, K, static_cast<const Acc*>(in.g) + at, in.value_heads * K,
-                           tiles.d_decay, ldk, static_cast<Acc*>(args.dg) + at, d_rates, in.value_heads);
+    CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
 
-  if (!wants_before) return;
-  // d_state = decay over the chunk d_state + (q decayed from the start)^T d_o - (k decayed from the start)^T dv, from
-  // the last token back, q and k in turn: each partial sum is then the gradient of the state at some token.
-  for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk[r], d_state + r * ldv);
-  const int64_t last = 2 * c - 1;
-  Multiply<Into::kAdd>(K, V, 2 * c, chunk.start_rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv,
-                       d_state, ldv);
-}
+    // What every log-decay of the chunk gets from the decay of the state over the whole of it.
+    const int64_t spanned = has_after && state_turned != nullptr ? V : 0;
+    for (int64_t x = 0; x < K; x += kLanes<Acc>) {
+      Vec<Acc> kept = Zero<Acc>();
+      for (int64_t r = 0; r < spanned; ++r) {
+        kept = MulAdd(Load<Acc>(state_turned + r * ldk + x), Load<Acc>(tiles.d_state_turned + r * ldk + x), kept);
+      }
+      if (spanned != 0) kept = kept * Load<Acc>(over_chunk + x);
+      for (int64_t i = 0; i < c; ++i) Store(tiles.d_decay + i * ldk + x, kept);
+    }
+    // Through the state before the chunk, the state after it, and the pairs.
+    if (state_turned != nullptr) {
+      Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.d_parts, ldk);
+      GradientsFromBehind<Acc>(plan, 0, c, -1, chunk.from_start, chunk.start_rows, tiles.d_parts, tiles);
+    }
+    if (has_after) {
+      Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.d_parts, ldk);
+      GradientsFromMark<Acc>(plan, c, end_mark, c, tiles.d_parts, tiles);
+    }
+    PairGradients<Acc>(plan, c, tiles);
+    const int64_t at = token * K;
+    Acc* d_rates = args.d_rates == nullptr ? nullptr : static_cast<Acc*>(args.d_rates) + token;
+    StoreDecayGradients<Acc>(Gate<Acc>(in, hv), c, K, static_cast<const Acc*>(in.g) + at, in.value_heads * K,
+                             tiles.d_decay, ldk, static_cast<Acc*>(args.dg) + at, d_rates, in.value_heads);
 
-// A key head has no products of its own; see KeyProducts.
-template <class Acc>
-inline void ClearKeyProductGradients(const DeltaPlan&, int64_t, const KdaBackwardTiles<Acc>&) {}
-template <class Acc>
-inline void KeyProductGradients(const DeltaPlan&, int64_t, const KdaBackwardTiles<Acc>&) {}
+    if (!wants_before) return;
+    // d_state = decay over the chunk d_state + (q decayed from the start)^T d_o - (k decayed from the start)^T dv, from
+    // the last token back, q and k in turn: each partial sum is then the gradient of the state at some token.
+    for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk[r], d_state + r * ldv);
+    const int64_t last = 2 * c - 1;
+    Multiply<Into::kAdd>(K, V, 2 * c, chunk.start_rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv,
+                         d_state, ldv);
+  }
+
+  // A key head has no products of its own; see KeyProducts.
+  static void ClearKeyProductGradients(const DeltaPlan&, int64_t, const KdaBackwardTiles<Acc>&) {}
+
+  static void KeyProductGradients(const DeltaPlan&, int64_t, const KdaBackwardTiles<Acc>&) {}
+};

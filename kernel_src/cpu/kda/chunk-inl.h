@@ -1,4 +1,4 @@
-// Stages of Kimi delta attention that both directions share, as chunked/delta_units-inl.h calls them. Included once per
+// Stages of Kimi delta attention that both directions share, as delta_rule/units-inl.h calls them. Included once per
 // tier, after chunked/*-inl.h and gate-inl.h. Letters as in the README: c tokens of the chunk, S the state before it.
 // Every decay is a product of the decays of exactly the tokens it spans: no quotient, no difference of sums. (Products
 // inside a sub-block are as exact as exponentials of sums there, measured, and cost less.)
@@ -9,10 +9,6 @@ PACKFREE_INLINE void MultiplyRow(int64_t columns, const Acc* a, const Acc* b, Ac
   for (int64_t x = 0; x < columns; x += kLanes<Acc>) Store(out + x, Load<Acc>(a + x) * Load<Acc>(b + x));
 }
 PACKFREE_INLINE int64_t SubBlocksOf(int64_t c) { return (c + kSubBlock - 1) / kSubBlock; }
-
-// Products of q and k are weighed by decays per channel, so each value head makes its own: nothing for a key head.
-template <class Acc>
-inline void KeyProducts(const DeltaPlan&, int64_t, bool, const KdaChunkTiles<Acc>&) {}
 
 // Decays inside the sub-blocks, inner and next of plan.h, from those of the tokens in tiles.step.
 template <class Acc>
@@ -129,8 +125,7 @@ inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const 
 #pragma GCC unroll 8
     for (int m = 0; m < kRegisters; ++m) {
       if constexpr (kWithQ) {
-        Store(read + i * ldc + m * L,
-              Select(lane[m] <= static_cast<Lane>(i), by_q[0][m] + by_q[1][m], Zero<Acc>()));
+        Store(read + i * ldc + m * L, Select(lane[m] <= static_cast<Lane>(i), by_q[0][m] + by_q[1][m], Zero<Acc>()));
       }
       Store(mix + i * ldc + m * L, Select(begun[m], by_k[0][m] + by_k[1][m], Zero<Acc>()));
     }
@@ -164,55 +159,6 @@ inline void DecayedPairs(const DeltaPlan& plan, int64_t c, bool with_q, const Kd
   }
 }
 
-// Decays, decayed rows, pairs, beta.
-template <class Acc>
-inline void PrepareHead(const KdaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool with_q,
-                        const KdaChunkTiles<Acc>& tiles) {
-  const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
-  LoadDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
-                  in.value_heads * plan.key_dim, tiles.step, plan.ldk);
-  SubBlockDecays<Acc>(plan, c, tiles);
-  ChunkDecays<Acc>(plan, c, tiles);
-  DecayRows<Acc>(plan, c, with_q, tiles);
-  DecayedPairs<Acc>(plan, c, with_q, tiles);
-  LoadColumn<Acc>(c, static_cast<const Acc*>(in.beta) + token, in.value_heads, tiles.beta);
-}
-
-// system[i, j] = mix[i, j] beta_j: the system of corrections at beta = 1. With `with_q` read[i, j] *= beta_j.
-template <class Acc>
-inline void WeighPairs(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
-  for (int64_t i = 0; i < c; ++i) {
-    const int64_t row = i * plan.ldc;
-    for (int64_t j = 0; j < TriangleWidth(i, c); j += kLanes<Acc>) {
-      const Vec<Acc> beta = Load<Acc>(tiles.beta + j);
-      Store(tiles.system + row + j, Load<Acc>(tiles.mix + row + j) * beta);
-      if (with_q) Store(tiles.read + row + j, Load<Acc>(tiles.read + row + j) * beta);
-    }
-  }
-}
-
-// Rows that carry their decays read the state as it is.
-template <class Acc>
-inline const Acc* StateRows(const KdaChunkTiles<Acc>& tiles) {
-  return tiles.start_rows;
-}
-template <class Acc>
-inline const Acc* StateFactors(const KdaChunkTiles<Acc>&) {
-  return nullptr;
-}
-
-// S = decay over the chunk, row by row, times S, + sum over j of (k_j decayed to the end) (beta_j corrections_j)^T.
-// Rows of `corrections` lie `stride` apart and are scaled on the way.
-template <class Acc>
-inline void AdvanceState(const DeltaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles, Acc* corrections,
-                         int64_t stride, Acc* state) {
-  for (int64_t j = 0; j < c; ++j) ScaleRow<Acc>(plan.value_dim, tiles.beta[j], corrections + j * stride);
-  const Acc* over_chunk = tiles.from_start + (c - 1) * plan.ldk;
-  for (int64_t r = 0; r < plan.key_dim; ++r) ScaleRow<Acc>(plan.value_dim, over_chunk[r], state + r * plan.ldv);
-  const Acc* to_end = tiles.mark_rows + MarkRow(SubBlocksOf(c)) * plan.ldk;
-  Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, to_end, 1, plan.ldk, corrections, stride, state, plan.ldv);
-}
-
 // One decay for each row of the state, which q and k carry before they read it.
 template <class Acc>
 struct KdaDecay {
@@ -228,5 +174,62 @@ struct KdaDecay {
     MultiplyRow<Acc>(key_dim, tiles.q, tiles.decay, tiles.q_read);
     MultiplyRow<Acc>(key_dim, tiles.k, tiles.decay, tiles.k_read);
     return {tiles.decay, 1, Acc(1), tiles.q_read, tiles.k_read};
+  }
+};
+
+// What delta_rule/units-inl.h asks of a rule, but for its backward stages.
+template <class Elem, class Acc>
+struct KdaForwardStages {
+  using Element = Elem;
+  using Accumulation = Acc;
+  using Inputs = KdaInputs;
+  using Forward = KdaForward;
+  using Backward = KdaBackward;
+  using ChunkTiles = KdaChunkTiles<Acc>;
+  using BackwardTiles = KdaBackwardTiles<Acc>;
+  using Decay = KdaDecay<Acc>;
+
+  // Products of q and k are weighed by decays per channel, so each value head makes its own: nothing for a key head.
+  static void KeyProducts(const DeltaPlan&, int64_t, bool, const KdaChunkTiles<Acc>&) {}
+
+  // Decays, decayed rows, pairs, beta.
+  static void PrepareHead(const KdaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool with_q,
+                          const KdaChunkTiles<Acc>& tiles) {
+    const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
+    LoadDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
+                    in.value_heads * plan.key_dim, tiles.step, plan.ldk);
+    SubBlockDecays<Acc>(plan, c, tiles);
+    ChunkDecays<Acc>(plan, c, tiles);
+    DecayRows<Acc>(plan, c, with_q, tiles);
+    DecayedPairs<Acc>(plan, c, with_q, tiles);
+    LoadColumn<Acc>(c, static_cast<const Acc*>(in.beta) + token, in.value_heads, tiles.beta);
+  }
+
+  // system[i, j] = mix[i, j] beta_j: the system of corrections at beta = 1. With `with_q` read[i, j] *= beta_j.
+  static void WeighPairs(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
+    for (int64_t i = 0; i < c; ++i) {
+      const int64_t row = i * plan.ldc;
+      for (int64_t j = 0; j < TriangleWidth(i, c); j += kLanes<Acc>) {
+        const Vec<Acc> beta = Load<Acc>(tiles.beta + j);
+        Store(tiles.system + row + j, Load<Acc>(tiles.mix + row + j) * beta);
+        if (with_q) Store(tiles.read + row + j, Load<Acc>(tiles.read + row + j) * beta);
+      }
+    }
+  }
+
+  // Rows that carry their decays read the state as it is.
+  static const Acc* StateRows(const KdaChunkTiles<Acc>& tiles) { return tiles.start_rows; }
+
+  static const Acc* StateFactors(const KdaChunkTiles<Acc>&) { return nullptr; }
+
+  // S = decay over the chunk, row by row, times S, + sum over j of (k_j decayed to the end) (beta_j corrections_j)^T.
+  // Rows of `corrections` lie `stride` apart and are scaled on the way.
+  static void AdvanceState(const DeltaPlan& plan, int64_t c, const KdaChunkTiles<Acc>& tiles, Acc* corrections,
+                           int64_t stride, Acc* state) {
+    for (int64_t j = 0; j < c; ++j) ScaleRow<Acc>(plan.value_dim, tiles.beta[j], corrections + j * stride);
+    const Acc* over_chunk = tiles.from_start + (c - 1) * plan.ldk;
+    for (int64_t r = 0; r < plan.key_dim; ++r) ScaleRow<Acc>(plan.value_dim, over_chunk[r], state + r * plan.ldv);
+    const Acc* to_end = tiles.mark_rows + MarkRow(SubBlocksOf(c)) * plan.ldk;
+    Multiply<Into::kAdd>(plan.key_dim, plan.value_dim, c, to_end, 1, plan.ldk, corrections, stride, state, plan.ldv);
   }
 };

@@ -1,7 +1,5 @@
 #include "cpu/kda/kda.h"
 
-#include <vector>
-
 #include "cpu/kda/plan.h"
 
 namespace packfree {
@@ -10,31 +8,26 @@ struct KdaKernels : DeltaKernels<KdaForward, KdaBackward> {
 };
 }  // namespace packfree
 
-#define PACKFREE_TEXTS "cpu/kda/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/kda/tier-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {
 
-void KdaForwardCpu(Tier tier, Dtype dtype, const KdaForward& args) {
-  RunDeltaForward<KdaChunkTiles>(PickKernels(tier, dtype), dtype, args);
+void KdaForwardCpu(Tier tier, const KdaForward& args) {
+  RunDeltaForward<KdaChunkTiles>(PickKernels(tier, args.in.dtype), args);
 }
 
-void KdaBackwardCpu(Tier tier, Dtype dtype, const KdaBackward& given) {
+void KdaBackwardCpu(Tier tier, const KdaBackward& given) {
   const KdaInputs& in = given.in;
-  const KdaKernels kernels = PickKernels(tier, dtype);
+  const KdaKernels kernels = PickKernels(tier, in.dtype);
   KdaBackward args = given;
-  std::vector<double> rates;  // doubles for their alignment; the kernels see Acc
-  if (in.a_log != nullptr) {
-    rates.resize((in.packing.end() * in.value_heads * AccBytes(dtype) + 7) / 8);
-    args.d_rates = rates.data();
-  }
-  RunDeltaBackward<KdaBackwardTiles>(kernels, dtype, args, in.value_heads * in.key_dim);
+  const Buffer rates(in.a_log == nullptr ? 0 : in.packing.end() * in.value_heads * AccBytes(in.dtype));
+  if (in.a_log != nullptr) args.d_rates = rates.get();
+  RunDeltaBackward<KdaBackwardTiles>(kernels, args, in.value_heads * in.key_dim);
   if (in.a_log == nullptr) return;
   ParallelForEach(in.value_heads, [&](int64_t hv) { kernels.parameters(args, hv); });
 }
 
-void KdaRecurrentCpu(Tier tier, Dtype dtype, const KdaForward& args) {
-  RunDeltaRecurrent(PickKernels(tier, dtype), dtype, args);
-}
+void KdaRecurrentCpu(Tier tier, const KdaForward& args) { RunDeltaRecurrent(PickKernels(tier, args.in.dtype), args); }
 
 }  // namespace packfree

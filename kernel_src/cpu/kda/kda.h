@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/dtypes.h"
-#include "cpu/chunked/delta.h"
+#include "cpu/delta_rule/inputs.h"
 #include "cpu/simd/tier.h"
 
 namespace packfree {
@@ -25,9 +25,9 @@ struct KdaBackward : DeltaBackward<KdaInputs> {
 };
 
 // Sequences run chunk by chunk; any number of tokens.
-void KdaForwardCpu(Tier tier, Dtype dtype, const KdaForward& args);
-void KdaBackwardCpu(Tier tier, Dtype dtype, const KdaBackward& args);
+void KdaForwardCpu(Tier tier, const KdaForward& args);
+void KdaBackwardCpu(Tier tier, const KdaBackward& args);
 // The same result as the forward, token by token: faster for sequences of a few tokens.
-void KdaRecurrentCpu(Tier tier, Dtype dtype, const KdaForward& args);
+void KdaRecurrentCpu(Tier tier, const KdaForward& args);
 
 }  // namespace packfree

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/chunked/delta_plan.h"
+#include "cpu/delta_rule/plan.h"
 
 namespace packfree {
 

@@ -1,4 +1,4 @@
-// Backward texts of the selective scan, in the order of fwd-inl.h. With g = dy silu(z) and x = delta u, from the last
+// Backward source of the selective scan, in the order of fwd-inl.h. With g = dy silu(z) and x = delta u, from the last
 // token to the first:
 //   dh = g C + (dh of the next token, decayed),   dC += g h,   dB += dh x,   dx = sum of dh B,
 //   dA += dh (a h_before) delta,   ddelta = sum of dh (a h_before) A + u dx,   dh carried = a dh,   a = exp(delta A).

@@ -1,4 +1,4 @@
-// Forward texts of the selective scan. Lanes are channels; a sequence's tokens are run through in order.
+// Forward source of the selective scan. Lanes are channels; a sequence's tokens are run through in order.
 
 // y[t] += sum over kStates states of C h, with h = exp(delta A) h + (delta u) B; `state` [kStates, L] is advanced.
 // B and C are rows [states] of a token, `stride` apart, or where fixed one register a state.

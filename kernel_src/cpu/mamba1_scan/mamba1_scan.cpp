@@ -17,8 +17,8 @@ struct ScanKernels {
 }  // namespace packfree
 
 // No tier of its own for the bf16 instructions: they multiply bf16 numbers, and the scan computes in float throughout.
-#define PACKFREE_HIGHEST_TIER 2
-#define PACKFREE_TEXTS "cpu/mamba1_scan/tier-inl.h"
+#define PACKFREE_HIGHEST_TIER PACKFREE_UP_TO_VECTORS
+#define PACKFREE_SOURCE "cpu/mamba1_scan/tier-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {
@@ -27,55 +27,43 @@ namespace {
 // Stands for the dtype of the arithmetic.
 Dtype AccDtype(const ScanArgs& args) { return args.is_double ? Dtype::kFloat64 : Dtype::kFloat32; }
 
-// One parameter gradient [D, rows] from rows [first_row, first_row + rows) of the partial sums, which are Acc; their
-// total is kept in double.
-template <class Acc>
-void ReduceRows(const ScanBackwardArgs& args, int64_t first_row, int64_t rows, void* target) {
-  if (target == nullptr) return;
-  const int64_t stretches = ScanGroups(args.packing), all_rows = ScanParameterRows(args);
-  const Acc* partials = static_cast<const Acc*>(args.parameter_partials);
-  Acc* out = static_cast<Acc*>(target);
-  ParallelForEach((args.channels + kScanChannels - 1) / kScanChannels, [&](int64_t item) {
-    const int64_t channel = item * kScanChannels;
-    const int64_t channels = std::min(kScanChannels, args.channels - channel);
-    for (int64_t row = 0; row < rows; ++row) {
-      double sum[kScanChannels] = {};
-      for (int64_t s = 0; s < stretches; ++s) {
-        const Acc* partial = partials + (s * all_rows + first_row + row) * args.channels + channel;
-        for (int64_t c = 0; c < channels; ++c) sum[c] += partial[c];
-      }
-      for (int64_t c = 0; c < channels; ++c) out[(channel + c) * rows + row] = static_cast<Acc>(sum[c]);
-    }
-  });
+void ClearTokens(const ScanArgs& args, const ScanOutput& output) {
+  if (output.data == nullptr) return;
+  const ScanStrides& strides = output.strides;
+  ClearPaddingOfRows(args.packing, args.row_tokens, args.channels, output.data, strides.row, strides.token,
+                     strides.channel, ElementBytes(output.dtype));
 }
 
+void ClearTokens(const ScanArgs& args, const ScanCoefficients& of, void* gradient) {
+  if (!of.fixed) ClearPadding(args.packing, gradient, args.groups * args.states * ElementBytes(of.dtype));
+}
+
+// The parameter gradients from the partial sums of the stretches, which are Acc.
 template <class Acc>
-void ReduceParameters(const ScanBackwardArgs& args) {
+void SumStretches(const ScanBackwardArgs& args, int64_t stretches) {
+  const Acc* partials = static_cast<const Acc*>(args.parameter_partials);
   int64_t row = 0;
-  ReduceRows<Acc>(args, row, args.states, args.dA);
-  row += args.states;
-  if (args.B.fixed) {
-    ReduceRows<Acc>(args, row, args.states, args.dB);
-    row += args.states;
-  }
-  if (args.C.fixed) {
-    ReduceRows<Acc>(args, row, args.states, args.dC);
-    row += args.states;
-  }
-  ReduceRows<Acc>(args, row, 1, args.dD);
-  ReduceRows<Acc>(args, row + 1, 1, args.ddelta_bias);
+  const auto sum = [&](int64_t rows, void* target) {
+    SumParts(partials + row * args.channels, stretches, ScanParameterRows(args) * args.channels, rows, args.channels,
+             static_cast<Acc*>(target));
+    row += rows;
+  };
+  sum(args.states, args.dA);
+  if (args.B.fixed) sum(args.states, args.dB);
+  if (args.C.fixed) sum(args.states, args.dC);
+  sum(1, args.dD);
+  sum(1, args.ddelta_bias);
 }
 
 }  // namespace
-
-int64_t ScanGroups(const PackingView& packing) { return static_cast<int64_t>(ScanStretches(packing).size()); }
 
 int64_t ScanChannelBlocks(const ScanArgs& args) {
   return args.groups * ((args.channels / args.groups + kScanChannels - 1) / kScanChannels);
 }
 
-void mamba1_scan_fwd_cpu(const ScanForwardArgs& args, Tier tier) {
+void Mamba1ScanForwardCpu(Tier tier, const ScanForwardArgs& args) {
   const ScanKernels kernels = PickKernels(tier, AccDtype(args));
+  ClearTokens(args, args.y);
   const std::vector<ScanItem> items = ScanItems(args);
   ScratchPool pool(ScratchBytes<ScanForwardTiles>(AccDtype(args), args));
   ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
@@ -84,20 +72,30 @@ void mamba1_scan_fwd_cpu(const ScanForwardArgs& args, Tier tier) {
   });
 }
 
-void mamba1_scan_bwd_cpu(const ScanBackwardArgs& args, Tier tier) {
+void Mamba1ScanBackwardCpu(Tier tier, const ScanBackwardArgs& given) {
+  ScanBackwardArgs args = given;
   const ScanKernels kernels = PickKernels(tier, AccDtype(args));
+  for (const ScanOutput* output : {&args.du, &args.ddelta, &args.dz}) ClearTokens(args, *output);
+  ClearTokens(args, args.B, args.dB);
+  ClearTokens(args, args.C, args.dC);
+  const int64_t stretches = static_cast<int64_t>(ScanStretches(args.packing).size()), bytes = AccBytes(AccDtype(args));
+  const Buffer parameters(stretches * ScanParameterRows(args) * args.channels * bytes);
+  const int64_t token_sums = ScanChannelBlocks(args) * args.packing.tokens * args.states * bytes;
+  const Buffer dB(args.B.fixed ? 0 : token_sums), dC(args.C.fixed ? 0 : token_sums);
+  args.parameter_partials = parameters.get();
+  args.dB_partials = dB.get();
+  args.dC_partials = dC.get();
   const std::vector<ScanItem> items = ScanItems(args);
-  int64_t longest = 0;
-  for (int64_t n = 0; n < args.packing.num_sequences; ++n) longest = std::max(longest, args.packing.length(n));
+  const int64_t longest = LongestSequence(args.packing);
   ScratchPool pool(ScratchBytes<ScanBackwardTiles>(AccDtype(args), args, longest));
   ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
     const ScratchPool::Lease scratch(&pool);
     kernels.backward(args, items[item], longest, scratch.get());
   });
   if (args.is_double) {
-    ReduceParameters<double>(args);
+    SumStretches<double>(args, stretches);
   } else {
-    ReduceParameters<float>(args);
+    SumStretches<float>(args, stretches);
   }
   constexpr int64_t kReduceTokens = 256;
   const int64_t end = args.packing.end();

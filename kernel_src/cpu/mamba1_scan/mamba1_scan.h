@@ -17,13 +17,12 @@ constexpr int64_t kScanChannels = 128;
 // the parameter gradients runs at least, so it must not depend on the number of threads.
 constexpr int64_t kScanGroupTokens = 512;
 
-// Number of stretches of sequences that one partial sum of the parameter gradients covers.
-int64_t ScanGroups(const PackingView& packing);
 // Number of work items that the channels are cut into; none spans two groups of B and C.
 int64_t ScanChannelBlocks(const ScanArgs& args);
 
-// Tokens after the last boundary are not written.
-void mamba1_scan_fwd_cpu(const ScanForwardArgs& args, Tier tier);
-void mamba1_scan_bwd_cpu(const ScanBackwardArgs& args, Tier tier);
+// Tokens after the last boundary get 0.
+void Mamba1ScanForwardCpu(Tier tier, const ScanForwardArgs& args);
+// Partial sums are not read: their memory is the call's own.
+void Mamba1ScanBackwardCpu(Tier tier, const ScanBackwardArgs& args);
 
 }  // namespace packfree

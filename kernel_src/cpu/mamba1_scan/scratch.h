@@ -7,6 +7,7 @@
 
 #include "cpu/mamba1_scan/mamba1_scan.h"
 #include "cpu/scratch.h"
+#include "cpu/work.h"
 
 namespace packfree {
 
@@ -124,24 +125,13 @@ struct ScanBackwardTiles {
 };
 
 // Sequences of a pack in stretches of at least kScanGroupTokens tokens.
-struct ScanStretch {
-  int64_t first;
-  int64_t last;
-  int64_t tokens;
-};
-inline std::vector<ScanStretch> ScanStretches(const PackingView& packing) {
-  std::vector<ScanStretch> stretches;
-  for (int64_t n = 0; n < packing.num_sequences; ++n) {
-    if (stretches.empty() || stretches.back().tokens >= kScanGroupTokens) stretches.push_back({n, n, 0});
-    stretches.back().last = n + 1;
-    stretches.back().tokens += packing.length(n);
-  }
-  return stretches;
+inline std::vector<Stretch> ScanStretches(const PackingView& packing) {
+  return CutNeighbours(packing.num_sequences, kScanGroupTokens, [&](int64_t n) { return packing.length(n); });
 }
 
 // Every stretch on every channel block, the longest first so that threads end together.
 inline std::vector<ScanItem> ScanItems(const ScanArgs& args) {
-  const std::vector<ScanStretch> stretches = ScanStretches(args.packing);
+  const std::vector<Stretch> stretches = ScanStretches(args.packing);
   std::vector<int64_t> order(stretches.size());
   for (size_t s = 0; s < order.size(); ++s) order[s] = static_cast<int64_t>(s);
   std::stable_sort(order.begin(), order.end(),

@@ -1,4 +1,4 @@
-// The texts of Mamba-1's scan in one tier, and what mamba1_scan.cpp takes from it.
+// The source of Mamba-1's scan in one tier, and what mamba1_scan.cpp takes from it.
 #include "cpu/simd/vec-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/tile-inl.h"

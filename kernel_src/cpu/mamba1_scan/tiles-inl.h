@@ -64,8 +64,8 @@ inline void LoadCoefficients(const ScanArgs& args, const ScanCoefficients& sourc
                              int64_t sequence, int64_t token, int64_t tokens, Acc* tile, int64_t stride) {
   if (source.fixed) return;
   const int64_t index = args.packing.bos(sequence) + token;
-  const int64_t offset = index / args.row_tokens * source.row + index % args.row_tokens * source.token +
-                         item.group * source.group;
+  const int64_t offset =
+      index / args.row_tokens * source.row + index % args.row_tokens * source.token + item.group * source.group;
   if constexpr (std::is_same_v<Acc, double>) {
     LoadCoefficientsAs<double, double>(source, offset, tokens, args.states, tile, stride);
   } else {

@@ -47,8 +47,8 @@ inline void SplitReadGradients(const Mamba2ScanPlan& plan, int64_t c, const Mamb
 
 // dx += D d_out, and dD of the sequence += sum over i of d_out_i x_i.
 template <class Acc>
-inline void SkipGradients(const Mamba2ScanPlan& plan, int64_t c, const Acc* d, const Acc* x, const Acc* d_out,
-                          Acc* d_x, double* d_d) {
+inline void SkipGradients(const Mamba2ScanPlan& plan, int64_t c, const Acc* d, const Acc* x, const Acc* d_out, Acc* d_x,
+                          double* d_d) {
   constexpr int L = kLanes<Acc>;
   AddSkip<Acc>(plan, c, d, d_out, d_x);
   for (int64_t p = 0; p < plan.head_dim; p += L) {
@@ -270,8 +270,8 @@ inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartial
     Acc* d_state = tiles.d_states + j * plan.state;
     Acc* state = tiles.running + j * plan.state_turned;
     if (args.d_final_state != nullptr) {
-      LoadTileTransposed<Acc>(P, S, static_cast<const Acc*>(args.d_final_state) + caller_states + j * P * S, S,
-                              d_state, plan.ldp);
+      LoadTileTransposed<Acc>(P, S, static_cast<const Acc*>(args.d_final_state) + caller_states + j * P * S, S, d_state,
+                              plan.ldp);
     } else {
       ClearTile<Acc>(S, P, d_state, plan.ldp);
     }

@@ -53,8 +53,8 @@ inline void ForwardUnit(const Mamba2ScanForward& args, int64_t n, int64_t block,
       LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
       ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
       WeighReads<Acc>(plan, c, chunk);
-      LoadTile<Acc>(c, P, static_cast<const Elem*>(in.x) + begin * in.x_token + h * in.x_head, in.x_token,
-                    chunk.x_rows, plan.ldp);
+      LoadTile<Acc>(c, P, static_cast<const Elem*>(in.x) + begin * in.x_token + h * in.x_head, in.x_token, chunk.x_rows,
+                    plan.ldp);
       ReadChunk<Acc>(in, plan, c, h, from_zero ? nullptr : state, chunk);
       StoreGated<Elem, Acc>(args, plan, begin, c, h, chunk.y_rows);
       if (last) continue;

@@ -12,15 +12,16 @@ namespace packfree {
 // Elem is the dtype of x, B, C, z; Acc is float, or double where Elem is double. The last axis of every tensor is
 // dense. Head h reads group h / (H / G).
 struct Mamba2ScanInputs {
-  PackingView packing;        // T tokens, N sequences
-  int64_t heads;              // H
-  int64_t groups;             // G, a divisor of H
-  int64_t head_dim;           // P, at least 1
-  int64_t state_dim;          // S, at least 1
-  const void* x;              // Elem [T, H, P], strides below in elements
-  const void* b;              // Elem [T, G, S]
-  const void* c;              // Elem [T, G, S]
-  const void* z;              // Elem [T, H, P], or null for no gate
+  Dtype dtype;          // of Elem
+  PackingView packing;  // T tokens, N sequences
+  int64_t heads;        // H
+  int64_t groups;       // G, a divisor of H
+  int64_t head_dim;     // P, at least 1
+  int64_t state_dim;    // S, at least 1
+  const void* x;        // Elem [T, H, P], strides below in elements
+  const void* b;        // Elem [T, G, S]
+  const void* c;        // Elem [T, G, S]
+  const void* z;        // Elem [T, H, P], or null for no gate
   int64_t x_token, x_head;
   int64_t b_token, b_group;
   int64_t c_token, c_group;
@@ -56,9 +57,9 @@ struct Mamba2ScanBackward {
   void* d_initial_state;      // Acc [N, H, P, S] or null
 };
 
-void Mamba2ScanForwardCpu(Tier tier, Dtype dtype, const Mamba2ScanForward& args);
-void Mamba2ScanBackwardCpu(Tier tier, Dtype dtype, const Mamba2ScanBackward& args);
+void Mamba2ScanForwardCpu(Tier tier, const Mamba2ScanForward& args);
+void Mamba2ScanBackwardCpu(Tier tier, const Mamba2ScanBackward& args);
 
-void SelectiveStateUpdateCpu(Tier tier, Dtype dtype, const SelectiveStateUpdate& args);
+void SelectiveStateUpdateCpu(Tier tier, const SelectiveStateUpdate& args);
 
 }  // namespace packfree

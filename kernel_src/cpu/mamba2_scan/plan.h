@@ -16,18 +16,18 @@ constexpr int64_t kHeadBlock = 4;
 
 // Sizes that all tiles of one call share, in elements of Acc.
 struct Mamba2ScanPlan {
-  int64_t group;            // heads of a group
-  int64_t block;            // heads of a unit, at most
-  int64_t group_blocks;     // units of a group
-  int64_t blocks;           // units of a sequence
-  int64_t head_dim;         // P
-  int64_t state_dim;        // S
-  int64_t ldp;              // row of a tile with P columns
-  int64_t lds;              // row of a tile with S columns
-  int64_t ldc;              // row of a tile with kChunk columns
-  int64_t state;            // a state transposed: [S, ldp]
-  int64_t state_turned;     // a state as the caller has it: [P, lds]
-  int64_t kept;             // what the backward pass keeps of a chunk
+  int64_t group;         // heads of a group
+  int64_t block;         // heads of a unit, at most
+  int64_t group_blocks;  // units of a group
+  int64_t blocks;        // units of a sequence
+  int64_t head_dim;      // P
+  int64_t state_dim;     // S
+  int64_t ldp;           // row of a tile with P columns
+  int64_t lds;           // row of a tile with S columns
+  int64_t ldc;           // row of a tile with kChunk columns
+  int64_t state;         // a state transposed: [S, ldp]
+  int64_t state_turned;  // a state as the caller has it: [P, lds]
+  int64_t kept;          // what the backward pass keeps of a chunk
 
   explicit Mamba2ScanPlan(const Mamba2ScanInputs& in)
       : group(in.heads / in.groups),

@@ -4,8 +4,8 @@
 
 // State elements [0, S) of one row. A decay that all columns share comes in as `decay`; otherwise `a` [S] is given.
 template <class State, class Coefficient, class Acc>
-PACKFREE_INLINE Acc StepRow(int64_t S, State* state, const Acc* a, Acc step, Acc decay, Acc input,
-                            const Coefficient* b, const Coefficient* c) {
+PACKFREE_INLINE Acc StepRow(int64_t S, State* state, const Acc* a, Acc step, Acc decay, Acc input, const Coefficient* b,
+                            const Coefficient* c) {
   constexpr int L = kLanes<Acc>;
   Vec<Acc> sum = Zero<Acc>();
   for (int64_t s = 0; s < S; s += L) {

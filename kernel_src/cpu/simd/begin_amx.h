@@ -3,10 +3,12 @@
 #define PACKFREE_TIER 4
 #define PACKFREE_AVX512 1
 #define PACKFREE_BF16 1
+#define PACKFREE_MATRIX_UNIT 1
 #define PACKFREE_VECTOR_BYTES 64
 #if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), apply_to = function)
+#pragma clang attribute push(                                                                                 \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")

@@ -1,56 +1,60 @@
-// Compiles an op once per tier. The op's .cpp names its texts and includes this file:
+// Compiles an op once per tier. The op's .cpp names its source and includes this file:
 //
-//   #define PACKFREE_TEXTS "cpu/<op>/tier-inl.h"
+//   #define PACKFREE_SOURCE "cpu/<op>/tier-inl.h"
 //   #include "cpu/simd/each_tier.h"
 //
-// The texts stand between begin_<tier>.h and end_tier.h, tier after tier, and end with
+// The source stands between begin_<tier>.h and end_tier.h, tier after tier, and ends with
 //
 //   template <class Elem, class Acc>
 //   constexpr <Op>Kernels TierKernels();
 //
-// whose instance for a tier and dtype is what PickKernels returns. An op without texts of its own for the bf16
-// instructions defines PACKFREE_HIGHEST_TIER as 2 (the number of AVX-512; then neither AVX-512's nor NEON's are
-// compiled), one with texts for the matrix unit as 4.
+// whose instance for a tier and dtype is what PickKernels returns. PACKFREE_HIGHEST_TIER says what an op gains by:
+// PACKFREE_UP_TO_VECTORS, nothing beyond vectors of floats; PACKFREE_UP_TO_BF16, the instructions that multiply bf16
+// numbers (if it is not defined); PACKFREE_UP_TO_MATRIX, the matrix unit as well.
+#define PACKFREE_UP_TO_VECTORS 2
+#define PACKFREE_UP_TO_BF16 3
+#define PACKFREE_UP_TO_MATRIX 4
+
 #include "cpu/simd/tier.h"
 
 #ifndef PACKFREE_HIGHEST_TIER
-#define PACKFREE_HIGHEST_TIER 3
+#define PACKFREE_HIGHEST_TIER PACKFREE_UP_TO_BF16
 #endif
 
 #include "cpu/simd/begin_scalar.h"
-#include PACKFREE_TEXTS
+#include PACKFREE_SOURCE
 #include "cpu/simd/end_tier.h"
 
 #if PACKFREE_X86
 #include "cpu/simd/begin_avx2.h"
-#include PACKFREE_TEXTS
+#include PACKFREE_SOURCE
 #include "cpu/simd/end_tier.h"
 
 #include "cpu/simd/begin_avx512.h"
-#include PACKFREE_TEXTS
+#include PACKFREE_SOURCE
 #include "cpu/simd/end_tier.h"
 
-#if PACKFREE_HIGHEST_TIER >= 3
+#if PACKFREE_HIGHEST_TIER >= PACKFREE_UP_TO_BF16
 #include "cpu/simd/begin_avx512_bf16.h"
-#include PACKFREE_TEXTS
+#include PACKFREE_SOURCE
 #include "cpu/simd/end_tier.h"
 #endif
 
-#if PACKFREE_HIGHEST_TIER >= 4
+#if PACKFREE_HIGHEST_TIER >= PACKFREE_UP_TO_MATRIX
 #include "cpu/simd/begin_amx.h"
-#include PACKFREE_TEXTS
+#include PACKFREE_SOURCE
 #include "cpu/simd/end_tier.h"
 #endif
 #endif
 
 #if PACKFREE_ARM
 #include "cpu/simd/begin_neon.h"
-#include PACKFREE_TEXTS
+#include PACKFREE_SOURCE
 #include "cpu/simd/end_tier.h"
 
-#if PACKFREE_HIGHEST_TIER >= 3
+#if PACKFREE_HIGHEST_TIER >= PACKFREE_UP_TO_BF16
 #include "cpu/simd/begin_neon_bf16.h"
-#include PACKFREE_TEXTS
+#include PACKFREE_SOURCE
 #include "cpu/simd/end_tier.h"
 #endif
 #endif
@@ -62,9 +66,9 @@ namespace {
 template <class Elem>
 auto PickTier([[maybe_unused]] Tier tier) {
 #if PACKFREE_X86
-#if PACKFREE_HIGHEST_TIER >= 3
+#if PACKFREE_HIGHEST_TIER >= PACKFREE_UP_TO_BF16
   if constexpr (std::is_same_v<Elem, bf16>) {
-#if PACKFREE_HIGHEST_TIER >= 4
+#if PACKFREE_HIGHEST_TIER >= PACKFREE_UP_TO_MATRIX
     if (tier >= Tier::kAmx) return amx::TierKernels<bf16, float>();
 #endif
     if (tier >= Tier::kAvx512Bf16) return avx512_bf16::TierKernels<bf16, float>();
@@ -74,7 +78,7 @@ auto PickTier([[maybe_unused]] Tier tier) {
   if (tier == Tier::kAvx2) return avx2::TierKernels<Elem, float>();
 #endif
 #if PACKFREE_ARM
-#if PACKFREE_HIGHEST_TIER >= 3
+#if PACKFREE_HIGHEST_TIER >= PACKFREE_UP_TO_BF16
   if constexpr (std::is_same_v<Elem, bf16>) {
     if (tier >= Tier::kNeonBf16) return neon_bf16::TierKernels<bf16, float>();
   }
@@ -102,5 +106,8 @@ auto PickKernels(Tier tier, Dtype dtype) {
 }  // namespace
 }  // namespace packfree
 
-#undef PACKFREE_TEXTS
+#undef PACKFREE_SOURCE
 #undef PACKFREE_HIGHEST_TIER
+#undef PACKFREE_UP_TO_VECTORS
+#undef PACKFREE_UP_TO_BF16
+#undef PACKFREE_UP_TO_MATRIX

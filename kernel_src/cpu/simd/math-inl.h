@@ -3,9 +3,9 @@
 // below 2 eps of 1 + |log|.
 
 // 1 / k! for k = 0, 1, ...: |r| <= ln(2) / 2 needs terms up to r^7 for float (5e-9) and r^13 for double (4e-18).
-constexpr double kInverseFactorial[] = {1.0,           1.0,           1.0 / 2,       1.0 / 6,         1.0 / 24,
-                                        1.0 / 120,     1.0 / 720,     1.0 / 5040,    1.0 / 40320,     1.0 / 362880,
-                                        1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+constexpr double kInverseFactorial[] = {
+    1.0,        1.0,         1.0 / 2,      1.0 / 6,       1.0 / 24,       1.0 / 120,       1.0 / 720,
+    1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
 template <class Acc>
 constexpr int kExpDegree = sizeof(Acc) == 4 ? 7 : 13;
 

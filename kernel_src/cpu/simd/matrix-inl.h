@@ -277,9 +277,9 @@ PACKFREE_INLINE void StoreInterleaved(bf16* pairs, __m512i both) {
 // halves.
 PACKFREE_INLINE BitsVec UpperHalves(BitsVec even, BitsVec odd) {
   typedef uint8_t Bytes __attribute__((vector_size(64)));
-  constexpr Bytes kDown = {2, 3, 0, 0, 6, 7, 0, 0, 10, 11, 0, 0, 14, 15, 0, 0, 2, 3, 0, 0, 6, 7,
-                           0, 0, 10, 11, 0, 0, 14, 15, 0, 0, 2, 3, 0, 0, 6, 7, 0, 0, 10, 11, 0, 0,
-                           14, 15, 0, 0, 2, 3, 0, 0, 6, 7, 0, 0, 10, 11, 0, 0, 14, 15, 0, 0};
+  constexpr Bytes kDown = {2,  3,  0,  0,  6, 7, 0,  0,  10, 11, 0, 0, 14, 15, 0, 0, 2,  3,  0,  0,  6, 7,
+                           0,  0,  10, 11, 0, 0, 14, 15, 0,  0,  2, 3, 0,  0,  6, 7, 0,  0,  10, 11, 0, 0,
+                           14, 15, 0,  0,  2, 3, 0,  0,  6,  7,  0, 0, 10, 11, 0, 0, 14, 15, 0,  0};
   return (BitsVec)_mm512_mask_shuffle_epi8((__m512i)odd, 0x3333333333333333u, (__m512i)even, (__m512i)kDown);
 }
 PACKFREE_INLINE BitsVec LowerHalves(BitsVec even, BitsVec odd) { return (even & 0xffffu) | (odd << 16); }

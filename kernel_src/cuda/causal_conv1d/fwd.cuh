@@ -57,8 +57,8 @@ static __global__ void __launch_bounds__(kElementThreads) ConvFinalStateKernel(C
       float value;
       if (token >= bounds.bos) {
         const int64_t row = token / args.row_tokens, in_row = token % args.row_tokens;
-        value = LoadAs(args.x, args.dtype, row * args.x_strides.row + in_row * args.x_strides.token +
-                                               channel * args.x_strides.channel);
+        value = LoadAs(args.x, args.dtype,
+                       row * args.x_strides.row + in_row * args.x_strides.token + channel * args.x_strides.channel);
       } else {
         value = StateBefore(args, sequence, channel, bounds.bos - token);
       }

@@ -92,8 +92,8 @@ struct ConvElements {
 
   ConvElements(const void* from, Dtype, const ConvStrides& strides)
       : data(static_cast<Elem*>(const_cast<void*>(from))),
-        pairs(reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0 && strides.row % 2 == 0 &&
-              strides.token % 2 == 0) {}
+        pairs(reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0 && strides.row % 2 == 0 && strides.token % 2 == 0) {
+  }
 
   // `count` neighbouring channels from an offset on; 0 for the rest.
   template <int kChannels>
@@ -185,7 +185,9 @@ class ConvReader {
 
   __device__ __forceinline__ ConvReader(const ConvArgs& args, const ConvPlace<kChannelsLast>& place,
                                         const ConvElements<Elem>& x)
-      : args_(args), place_(place), x_(x),
+      : args_(args),
+        place_(place),
+        x_(x),
         origin_(place.row * args.x_strides.row + place.channel * args.x_strides.channel) {}
 
   // Loads a run of tokens `token`, `token` + kStep, ...
@@ -199,8 +201,7 @@ class ConvReader {
   }
 
   // Token i of the run, to be asked for in order: taps[j] is the value j places back, from the sequence or its state.
-  __device__ __forceinline__ void Next(int i, int64_t token, const ConvOwner& owner,
-                                       float (&taps)[kWidth][kChannels]) {
+  __device__ __forceinline__ void Next(int i, int64_t token, const ConvOwner& owner, float (&taps)[kWidth][kChannels]) {
 #pragma unroll
     for (int j = kWidth - 1; j > 0; --j) {
       if constexpr (kChannelsLast) {

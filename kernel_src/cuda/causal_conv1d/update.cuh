@@ -48,9 +48,8 @@ static __global__ void __launch_bounds__(kElementThreads) ConvUpdateKernel(ConvU
     const int64_t places = circular ? args.tokens : length;
     for (int64_t i = 0; i < places; ++i) {
       const int64_t place = circular ? (seen + i) % length : i, from = circular ? length + i : i + args.tokens;
-      const float value = from < length
-                              ? LoadAs(args.state, args.dtype, state + from * args.state_strides.token)
-                              : LoadAs(args.x, args.dtype, x + (from - length) * args.x_strides.token);
+      const float value = from < length ? LoadAs(args.state, args.dtype, state + from * args.state_strides.token)
+                                        : LoadAs(args.x, args.dtype, x + (from - length) * args.x_strides.token);
       StoreAs(args.state, args.dtype, state + place * args.state_strides.token, value);
     }
   }

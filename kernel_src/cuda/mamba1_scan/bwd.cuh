@@ -137,8 +137,8 @@ __device__ __forceinline__ void KeepStates(const ScanBackwardArgs& args, const S
 __device__ __forceinline__ void AddToRow(const ScanBackwardArgs& args, int64_t tile, int64_t row,
                                          const ScanChannel& channel, bool first, float part) {
   if (!channel.present) return;
-  float* sum = static_cast<float*>(args.parameter_partials) +
-               (tile * ScanParameterRows(args) + row) * args.channels + channel.index;
+  float* sum = static_cast<float*>(args.parameter_partials) + (tile * ScanParameterRows(args) + row) * args.channels +
+               channel.index;
   *sum = first ? part : *sum + part;
 }
 
@@ -220,11 +220,10 @@ __device__ __forceinline__ void ReverseState(const ScanBackwardArgs& args, int64
   ReadRow(args, args.C, shared.tiles.C, channel, first, n, c);
   const float rate = RateOf(args, channel, state), value = *kept.State(args, r, state);
   ScanStateSums sums;
-  *kept.Carried(state) =
-      run.marked ? ScanBackwardRun<true>(args, shared.tiles, run, channel, state, rate, b, c, value, carried, tokens,
-                                         per_token, sums)
-                 : ScanBackwardRun<false>(args, shared.tiles, run, channel, state, rate, b, c, value, carried, tokens,
-                                          per_token, sums);
+  *kept.Carried(state) = run.marked ? ScanBackwardRun<true>(args, shared.tiles, run, channel, state, rate, b, c, value,
+                                                            carried, tokens, per_token, sums)
+                                    : ScanBackwardRun<false>(args, shared.tiles, run, channel, state, rate, b, c, value,
+                                                             carried, tokens, per_token, sums);
   int64_t row = state;
   AddToRow(args, tile, row, channel, last, sums.dA);
   if (args.B.fixed) AddToRow(args, tile, row += args.states, channel, last, sums.dB);

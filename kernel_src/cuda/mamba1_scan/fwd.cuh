@@ -89,10 +89,10 @@ static __global__ void __launch_bounds__(kScanThreads, kScanForwardResident)
           float* slot = slots.Value(args, tile, first + n, channel.index);
           // Unless the stretch continues a chunk, its first token sets the state.
           const float value = r == 0 && shared.marks[0].begins ? 0.0f : *slot;
-          *slot = run.marked ? ScanForwardRun<true>(args, shared, run, channel, first + n, rate2, steps, inputs, b, c,
-                                                    value, y)
-                             : ScanForwardRun<false>(args, shared, run, channel, first + n, rate2, steps, inputs, b, c,
-                                                     value, y);
+          *slot =
+              run.marked
+                  ? ScanForwardRun<true>(args, shared, run, channel, first + n, rate2, steps, inputs, b, c, value, y)
+                  : ScanForwardRun<false>(args, shared, run, channel, first + n, rate2, steps, inputs, b, c, value, y);
         }
       });
       FinishForward(args, shared, run, channel, u, y);

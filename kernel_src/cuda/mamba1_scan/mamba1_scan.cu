@@ -42,8 +42,10 @@ struct BackwardScratch : ForwardScratch {
   float* kept;
 
   BackwardScratch(const ScanArgs& args, Pieces& pieces)
-      : ForwardScratch(args, pieces), gradients(TakeSlots(args, pieces)),
-        blocks(BlocksFor(ItemsOf(args), kScanBackwardResident)), kept(pieces.Take(blocks * KeptFloats(args))) {}
+      : ForwardScratch(args, pieces),
+        gradients(TakeSlots(args, pieces)),
+        blocks(BlocksFor(ItemsOf(args), kScanBackwardResident)),
+        kept(pieces.Take(blocks * KeptFloats(args))) {}
 };
 
 // The state before each continued chunk, or with kBackward its gradient.

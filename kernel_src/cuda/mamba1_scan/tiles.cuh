@@ -14,11 +14,11 @@
 
 namespace packfree {
 
-constexpr int kScanThreads = 128;   // channels of a block
-constexpr int kScanChunk = 64;      // tokens
-constexpr int kScanRun = 8;         // tokens whose steps and sums a thread keeps in registers
-constexpr int kScanStates = 16;     // states whose B and C are staged at once
-constexpr int kScanMost = 2 * kScanChunk;                // at least the tokens of a tile's chunks
+constexpr int kScanThreads = 128;          // channels of a block
+constexpr int kScanChunk = 64;             // tokens
+constexpr int kScanRun = 8;                // tokens whose steps and sums a thread keeps in registers
+constexpr int kScanStates = 16;            // states whose B and C are staged at once
+constexpr int kScanMost = 2 * kScanChunk;  // at least the tokens of a tile's chunks
 constexpr int kScanRuns = kScanMost / kScanRun;
 // Blocks of a multiprocessor that are resident at once: they stride over the rest.
 constexpr int kScanChunkResident = 5;
@@ -209,7 +209,6 @@ __device__ __forceinline__ float StateOf(const ScanArgs& args, const void* state
   if (states == nullptr) return 0.0f;
   return static_cast<const float*>(states)[(sequence * args.channels + channel) * args.states + state];
 }
-
 
 __device__ __forceinline__ float RateOf(const ScanArgs& args, const ScanChannel& channel, int64_t state) {
   return channel.present ? static_cast<const float*>(args.A)[channel.index * args.states + state] : 0.0f;

@@ -6,11 +6,11 @@
 
 namespace packfree {
 
-const char* selective_state_update_cuda(const SelectiveStateUpdate& args, Dtype dtype, void* stream) {
+const char* selective_state_update_cuda(const SelectiveStateUpdate& args, void* stream) {
   Launcher launcher(stream);
   const int64_t rows = args.batch * args.heads * args.head_dim;
   const int64_t blocks = BlocksFor((rows + 3) / 4, 16);
-  WithElement(dtype, [&](auto element) {
+  WithElement(args.dtype, [&](auto element) {
     using Elem = decltype(element);
     if (args.wide_state && args.wide_coefficients) {
       launcher.Run(&StateUpdateKernel<Elem, float, float>, blocks, kUpdateThreads, args);

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kUpdateThreads) StateUpdateKernel(SelectiveSta
       if (lane == 0) static_cast<Elem*>(args.y)[row] = FromFloat<Elem>(owner < 0 ? 0.0f : nanf(""));
       continue;
     }
-    State* state = static_cast<State*>(args.state) + owner * args.state_batch + head * args.state_head +
-                   p * args.state_row;
+    State* state =
+        static_cast<State*>(args.state) + owner * args.state_batch + head * args.state_head + p * args.state_row;
     const Coefficient* b = static_cast<const Coefficient*>(args.b) + group;
     const Coefficient* c = static_cast<const Coefficient*>(args.c) + group;
     const float* a = static_cast<const float*>(args.a) + head * args.a_head + p * args.a_row;

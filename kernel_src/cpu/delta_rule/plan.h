@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "common/dtypes.h"
-#include "cpu/chunked/delta.h"
+#include "cpu/delta_rule/inputs.h"
 #include "cpu/chunked/layout.h"
-#include "cpu/chunked/work.h"
+#include "cpu/work.h"
 #include "cpu/scratch.h"
 
 namespace packfree {
@@ -129,34 +129,35 @@ struct DeltaStepTiles {
 
 // Sequences chunk by chunk.
 template <template <class> class ChunkTiles, class Kernels, class Forward>
-void RunDeltaForward(const Kernels& kernels, Dtype dtype, const Forward& args) {
+void RunDeltaForward(const Kernels& kernels, const Forward& args) {
   const DeltaInputs& in = args.in;
-  ClearPadding(in.packing, args.o, in.value_heads * in.value_dim * ElementBytes(dtype));
-  ForEachSequenceHead(in.packing, in.key_heads, args.final_state, ScratchBytes<ChunkTiles>(dtype, DeltaPlan(in)),
+  ClearPadding(in.packing, args.o, in.value_heads * in.value_dim * ElementBytes(in.dtype));
+  ForEachSequenceHead(in.packing, in.key_heads, args.final_state, ScratchBytes<ChunkTiles>(in.dtype, DeltaPlan(in)),
                       [&](int64_t n, int64_t h, void* scratch) { kernels.forward(args, n, h, scratch); });
 }
 
 // `decay_row` is the number of decays of a token.
 template <template <class> class BackwardTiles, class Kernels, class Backward>
-void RunDeltaBackward(const Kernels& kernels, Dtype dtype, const Backward& args, int64_t decay_row) {
+void RunDeltaBackward(const Kernels& kernels, const Backward& args, int64_t decay_row) {
   const DeltaInputs& in = args.in;
-  const int64_t key_row = in.key_heads * in.key_dim * ElementBytes(dtype);
+  const int64_t key_row = in.key_heads * in.key_dim * ElementBytes(in.dtype);
   ClearPadding(in.packing, args.dq, key_row);
   ClearPadding(in.packing, args.dk, key_row);
-  ClearPadding(in.packing, args.dv, in.value_heads * in.value_dim * ElementBytes(dtype));
-  ClearPadding(in.packing, args.dg, decay_row * AccBytes(dtype));
-  ClearPadding(in.packing, args.dbeta, in.value_heads * AccBytes(dtype));
+  ClearPadding(in.packing, args.dv, in.value_heads * in.value_dim * ElementBytes(in.dtype));
+  ClearPadding(in.packing, args.dg, decay_row * AccBytes(in.dtype));
+  ClearPadding(in.packing, args.dbeta, in.value_heads * AccBytes(in.dtype));
   ForEachSequenceHead(in.packing, in.key_heads, args.d_initial_state,
-                      ScratchBytes<BackwardTiles>(dtype, DeltaPlan(in), LongestSequence(in.packing)),
+                      ScratchBytes<BackwardTiles>(in.dtype, DeltaPlan(in), LongestSequence(in.packing)),
                       [&](int64_t n, int64_t h, void* scratch) { kernels.backward(args, n, h, scratch); });
 }
 
 // The same as RunDeltaForward, token by token: faster for sequences of a few tokens.
 template <class Kernels, class Forward>
-void RunDeltaRecurrent(const Kernels& kernels, Dtype dtype, const Forward& args) {
+void RunDeltaRecurrent(const Kernels& kernels, const Forward& args) {
   const DeltaInputs& in = args.in;
-  ClearPadding(in.packing, args.o, in.value_heads * in.value_dim * ElementBytes(dtype));
-  ForEachSequenceHead(in.packing, in.value_heads, args.final_state, ScratchBytes<DeltaStepTiles>(dtype, DeltaPlan(in)),
+  ClearPadding(in.packing, args.o, in.value_heads * in.value_dim * ElementBytes(in.dtype));
+  ForEachSequenceHead(in.packing, in.value_heads, args.final_state,
+                      ScratchBytes<DeltaStepTiles>(in.dtype, DeltaPlan(in)),
                       [&](int64_t n, int64_t hv, void* scratch) { kernels.recurrent(args, n, hv, scratch); });
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/dtypes.h"
 #include "common/packing.h"
 
 namespace packfree {
@@ -11,14 +12,15 @@ namespace packfree {
 // Elem is the dtype of q, k, v; Acc is float, or double where Elem is double. The last axis of every tensor is dense.
 // Value head h reads key head h / (HV / H).
 struct DeltaInputs {
-  PackingView packing;        // T tokens, N sequences
-  int64_t key_heads;          // H
-  int64_t value_heads;        // HV, a multiple of H
-  int64_t key_dim;            // K, at least 1
-  int64_t value_dim;          // V, at least 1
-  const void* q;              // Elem [T, H, K], strides below in elements
-  const void* k;              // Elem [T, H, K]
-  const void* v;              // Elem [T, HV, V]
+  Dtype dtype;          // of Elem
+  PackingView packing;  // T tokens, N sequences
+  int64_t key_heads;    // H
+  int64_t value_heads;  // HV, a multiple of H
+  int64_t key_dim;      // K, at least 1
+  int64_t value_dim;    // V, at least 1
+  const void* q;        // Elem [T, H, K], strides below in elements
+  const void* k;        // Elem [T, H, K]
+  const void* v;        // Elem [T, HV, V]
   int64_t q_token, q_head;
   int64_t k_token, k_head;
   int64_t v_token, v_head;

@@ -1,21 +1,47 @@
 // Work units of the delta rules: one sequence and one key head with its value heads. Included once per tier, after the
-// op's own stages, which it calls. Args, ChunkTiles and BackwardTiles are those of the op. For a key head:
-//   KeyProducts(plan, c, with_q, tiles)                  what its value heads share beside the rows of q and k
-//   ClearKeyProductGradients(plan, c, backward tiles)
-//   KeyProductGradients(plan, c, backward tiles)         what the gradients of those give to the rows
-// For a value head, after the former:
-//   PrepareHead(in, plan, begin, c, hv, with_q, tiles)   everything that does not depend on the state: decays, beta
-//   WeighPairs(plan, c, with_q, tiles)                   system, and with_q read
-//   StateRows(tiles), StateFactors(tiles)                q and k as they read the state; times these rows [c], or null
-//   AdvanceState(plan, c, tiles, corrections, stride, state)
-//   BackwardHead(args, plan, begin, c, hv, backward tiles, state_turned, corrections, d_state, has_after, wants_before)
-//
+// stages of the op, whose rule is the type `Rule`: its arguments and tiles, and as static functions, for a key head
+//   KeyProducts                what its value heads share beside the rows of q and k
+//   ClearKeyProductGradients
+//   KeyProductGradients        what the gradients of those give to the rows
+// and for a value head, after the former,
+//   PrepareHead                everything that does not depend on the state: decays, beta
+//   WeighPairs                 system, and with_q read
+//   StateRows, StateFactors    q and k as they read the state; times these rows [c], or null
+//   AdvanceState               the state after the chunk, from that before it
+//   BackwardHead               all gradients of one chunk
+// and for the walk token by token Decay, made of (inputs, plan, value head), whose member Step(t, tiles) says how the
+// state decays at token t and sets q_read and k_read to match.
+template <class Rule>
+concept DeltaRule =
+    requires(const typename Rule::Inputs& in, const typename Rule::Backward& args, const DeltaPlan& plan,
+             const typename Rule::ChunkTiles& tiles, const typename Rule::BackwardTiles& backward_tiles,
+             const DeltaStepTiles<typename Rule::Accumulation>& step_tiles, int64_t begin, int64_t c, int64_t hv,
+             bool with_q, typename Rule::Accumulation* corrections, int64_t stride, typename Rule::Accumulation* state,
+             const typename Rule::Accumulation* state_turned, bool has_after, bool wants_before,
+             const typename Rule::Decay& decay) {
+      typename Rule::Element;
+      typename Rule::Forward;
+      Rule::KeyProducts(plan, c, with_q, tiles);
+      Rule::ClearKeyProductGradients(plan, c, backward_tiles);
+      Rule::KeyProductGradients(plan, c, backward_tiles);
+      Rule::PrepareHead(in, plan, begin, c, hv, with_q, tiles);
+      Rule::WeighPairs(plan, c, with_q, tiles);
+      static_cast<const typename Rule::Accumulation*>(Rule::StateRows(tiles));
+      static_cast<const typename Rule::Accumulation*>(Rule::StateFactors(tiles));
+      Rule::AdvanceState(plan, c, tiles, corrections, stride, state);
+      Rule::BackwardHead(args, plan, begin, c, hv, backward_tiles, state_turned, corrections, state, has_after,
+                         wants_before);
+      decay.Step(begin, step_tiles);
+    };
+
 // Short sequences are many, so no product is made with a state that is 0, nor for one that is not asked for.
 
 // Loads q (if `with_q`) and k of tokens [begin, begin + c) of key head h.
-template <class Elem, class Acc, template <class> class ChunkTiles>
+template <DeltaRule Rule>
 inline void LoadChunk(const DeltaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t h, bool with_q,
-                      const ChunkTiles<Acc>& tiles) {
+                      const typename Rule::ChunkTiles& tiles) {
+  using Elem = typename Rule::Element;
+  using Acc = typename Rule::Accumulation;
   const Elem* k = static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head;
   Acc* k_rows = tiles.rows + plan.ldk;
   LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.pair_k, tiles.k_inverse);
@@ -25,22 +51,23 @@ inline void LoadChunk(const DeltaInputs& in, const DeltaPlan& plan, int64_t begi
     LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.pair_k,
                   tiles.q_inverse);
   }
-  KeyProducts<Acc>(plan, c, with_q, tiles);
+  Rule::KeyProducts(plan, c, with_q, tiles);
 }
 
 // o_i = factor_i q_i S + sum over j <= i of read_ij corrections_j, and with `wants_after` S after the chunk. S is 0 if
 // `from_zero`.
-template <class Elem, class Acc, template <class> class ChunkTiles, class Args>
-inline void ForwardHead(const Args& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
-                        const ChunkTiles<Acc>& tiles, Acc* state, bool from_zero, bool wants_after) {
+template <DeltaRule Rule, class Acc = typename Rule::Accumulation>
+inline void ForwardHead(const typename Rule::Forward& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
+                        const typename Rule::ChunkTiles& tiles, Acc* state, bool from_zero, bool wants_after) {
+  using Elem = typename Rule::Element;
   const int64_t V = plan.value_dim, stride = plan.pair_v;
   Acc* reads = tiles.value_rows;                   // [c, V]: q S, then o
   Acc* corrections = tiles.value_rows + plan.ldv;  // [c, V]: k S, then the corrections
-  PrepareHead<Acc>(args.in, plan, begin, c, hv, true, tiles);
-  WeighPairs<Acc>(plan, c, true, tiles);
-  const Acc* factors = StateFactors<Acc>(tiles);
+  Rule::PrepareHead(args.in, plan, begin, c, hv, true, tiles);
+  Rule::WeighPairs(plan, c, true, tiles);
+  const Acc* factors = Rule::StateFactors(tiles);
   if (!from_zero) {
-    Multiply<Into::kOverwrite>(2 * c, V, plan.key_dim, StateRows<Acc>(tiles), plan.ldk, 1, state, plan.ldv,
+    Multiply<Into::kOverwrite>(2 * c, V, plan.key_dim, Rule::StateRows(tiles), plan.ldk, 1, state, plan.ldv,
                                tiles.value_rows, plan.ldv);
     for (int64_t i = 0; factors != nullptr && i < c; ++i) ScaleRow<Acc>(V, factors[i], reads + i * stride);
   }
@@ -52,36 +79,38 @@ inline void ForwardHead(const Args& args, const DeltaPlan& plan, int64_t begin, 
   }
   Elem* o = static_cast<Elem*>(args.o) + (begin * args.in.value_heads + hv) * V;
   StoreTile<Acc>(c, V, reads, stride, o, args.in.value_heads * V);
-  if (wants_after) AdvanceState<Acc>(plan, c, tiles, corrections, stride, state);
+  if (wants_after) Rule::AdvanceState(plan, c, tiles, corrections, stride, state);
 }
 
-template <class Elem, class Acc, template <class> class ChunkTiles, class Args>
-inline void ForwardUnit(const Args& args, int64_t n, int64_t h, void* scratch) {
+template <DeltaRule Rule>
+inline void ForwardUnit(const typename Rule::Forward& args, int64_t n, int64_t h, void* scratch) {
+  using Acc = typename Rule::Accumulation;
   const DeltaInputs& in = args.in;
   const DeltaPlan plan(in);
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
-  const ChunkTiles<Acc> tiles(plan, pieces);
+  const typename Rule::ChunkTiles tiles(plan, pieces);
   const int64_t first = n * in.value_heads + h * plan.group, chunks = ChunksOf(in.packing.length(n));
   LoadStates<Acc>(plan, in.initial_state, first, tiles.states);
   for (int64_t index = 0; index < chunks; ++index) {
     const Chunk chunk(in.packing, n, index);
-    LoadChunk<Elem, Acc>(in, plan, chunk.begin, chunk.count, h, true, tiles);
+    LoadChunk<Rule>(in, plan, chunk.begin, chunk.count, h, true, tiles);
     for (int64_t j = 0; j < plan.group; ++j) {
-      ForwardHead<Elem, Acc>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles,
-                             tiles.states + j * plan.state, index == 0 && in.initial_state == nullptr,
-                             index + 1 < chunks || args.final_state != nullptr);
+      ForwardHead<Rule>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles, tiles.states + j * plan.state,
+                        index == 0 && in.initial_state == nullptr, index + 1 < chunks || args.final_state != nullptr);
     }
   }
   StoreStates<Acc>(plan, tiles.states, first, args.final_state);
 }
 
 // What WalkBackward calls.
-template <class Elem, class Acc, class Args, class BackwardTiles>
+template <DeltaRule Rule>
 struct DeltaBackwardPass {
-  const Args& args;
+  using Elem = typename Rule::Element;
+  using Acc = typename Rule::Accumulation;
+  const typename Rule::Backward& args;
   const DeltaPlan& plan;
   int64_t n, h;
-  const BackwardTiles& tiles;
+  const typename Rule::BackwardTiles& tiles;
 
   bool FromZero(int64_t index) const { return index == 0 && args.in.initial_state == nullptr; }
 
@@ -89,7 +118,7 @@ struct DeltaBackwardPass {
   void Recompute(int64_t from, int64_t to, bool keep) const {
     for (int64_t index = from; index < to; ++index) {
       const Chunk chunk(args.in.packing, n, index);
-      LoadChunk<Elem, Acc>(args.in, plan, chunk.begin, chunk.count, h, false, tiles.chunk);
+      LoadChunk<Rule>(args.in, plan, chunk.begin, chunk.count, h, false, tiles.chunk);
       for (int64_t j = 0; j < plan.group; ++j) {
         RecomputeHead(chunk.begin, chunk.count, j, FromZero(index), !keep || index + 1 < to,
                       keep ? (index - from) * plan.group + j : -1);
@@ -102,37 +131,37 @@ struct DeltaBackwardPass {
     const int64_t K = plan.key_dim, V = plan.value_dim, hv = h * plan.group + j;
     Acc* state = tiles.chunk.states + j * plan.state;
     Acc* rows = tiles.chunk.value_rows;  // [c, V]: k S, then the corrections
-    PrepareHead<Acc>(args.in, plan, begin, c, hv, false, tiles.chunk);
-    WeighPairs<Acc>(plan, c, false, tiles.chunk);
+    Rule::PrepareHead(args.in, plan, begin, c, hv, false, tiles.chunk);
+    Rule::WeighPairs(plan, c, false, tiles.chunk);
     if (!from_zero) {
-      Multiply<Into::kOverwrite>(c, V, K, StateRows<Acc>(tiles.chunk) + plan.ldk, plan.pair_k, 1, state, plan.ldv, rows,
-                                 plan.ldv);
+      Multiply<Into::kOverwrite>(c, V, K, Rule::StateRows(tiles.chunk) + plan.ldk, plan.pair_k, 1, state, plan.ldv,
+                                 rows, plan.ldv);
     }
-    SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, from_zero, StateFactors<Acc>(tiles.chunk),
+    SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, from_zero, Rule::StateFactors(tiles.chunk),
                                 tiles.chunk.system, rows, plan.ldv);
     if (slot >= 0) {
       Acc* turned = tiles.states_turned + slot * plan.state_turned;
       if (!from_zero) LoadTileTransposed<Acc>(K, V, state, plan.ldv, turned, plan.ldk);
       LoadTile<Acc>(c, V, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
     }
-    if (wants_after) AdvanceState<Acc>(plan, c, tiles.chunk, rows, plan.ldv, state);
+    if (wants_after) Rule::AdvanceState(plan, c, tiles.chunk, rows, plan.ldv, state);
   }
 
   void Backward(int64_t index, int64_t kept) const {
     const Chunk chunk(args.in.packing, n, index);
-    LoadChunk<Elem, Acc>(args.in, plan, chunk.begin, chunk.count, h, true, tiles.chunk);
+    LoadChunk<Rule>(args.in, plan, chunk.begin, chunk.count, h, true, tiles.chunk);
     ClearTile<Acc>(2 * chunk.count, plan.key_dim, tiles.d_rows, plan.ldk);
-    ClearKeyProductGradients<Acc>(plan, chunk.count, tiles);
+    Rule::ClearKeyProductGradients(plan, chunk.count, tiles);
     const bool has_after = index + 1 < tiles.segments.chunks || args.d_final_state != nullptr;
     const bool wants_before = index > 0 || args.d_initial_state != nullptr;
     for (int64_t j = 0; j < plan.group; ++j) {
       const int64_t slot = kept * plan.group + j;
       const Acc* state_turned = FromZero(index) ? nullptr : tiles.states_turned + slot * plan.state_turned;
-      BackwardHead<Elem, Acc>(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles, state_turned,
-                              tiles.corrections + slot * plan.values, tiles.d_states + j * plan.state, has_after,
-                              wants_before);
+      Rule::BackwardHead(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles, state_turned,
+                         tiles.corrections + slot * plan.values, tiles.d_states + j * plan.state, has_after,
+                         wants_before);
     }
-    KeyProductGradients<Acc>(plan, chunk.count, tiles);
+    Rule::KeyProductGradients(plan, chunk.count, tiles);
     StoreKeyGradients(chunk.begin, chunk.count);
   }
 
@@ -149,30 +178,32 @@ struct DeltaBackwardPass {
   }
 };
 
-template <class Elem, class Acc, template <class> class BackwardTiles, class Args>
-inline void BackwardUnit(const Args& args, int64_t n, int64_t h, void* scratch) {
+template <DeltaRule Rule>
+inline void BackwardUnit(const typename Rule::Backward& args, int64_t n, int64_t h, void* scratch) {
+  using Acc = typename Rule::Accumulation;
   const DeltaInputs& in = args.in;
   const DeltaPlan plan(in);
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
-  const BackwardTiles<Acc> tiles(plan, in.packing.length(n), pieces);
+  const typename Rule::BackwardTiles tiles(plan, in.packing.length(n), pieces);
   const int64_t first = n * in.value_heads + h * plan.group;
   LoadStates<Acc>(plan, args.d_final_state, first, tiles.d_states);
   LoadStates<Acc>(plan, in.initial_state, first, tiles.chunk.states);
   WalkBackward<Acc>(tiles.segments, plan.group * plan.state, tiles.chunk.states, tiles.checkpoints,
-                    DeltaBackwardPass<Elem, Acc, Args, BackwardTiles<Acc>>{args, plan, n, h, tiles});
+                    DeltaBackwardPass<Rule>{args, plan, n, h, tiles});
   StoreStates<Acc>(plan, tiles.d_states, first, args.d_initial_state);
 }
 
-// Token by token: one sequence and one value head. Decay<Acc> is the op's: made of (in, plan, hv), its member
-// Step(t, tiles) says how the state decays at token t and sets q_read and k_read to match.
-template <class Elem, class Acc, template <class> class Decay, class Args>
-inline void RecurrentUnit(const Args& args, int64_t n, int64_t hv, void* scratch) {
+// Token by token: one sequence and one value head.
+template <DeltaRule Rule>
+inline void RecurrentUnit(const typename Rule::Forward& args, int64_t n, int64_t hv, void* scratch) {
+  using Elem = typename Rule::Element;
+  using Acc = typename Rule::Accumulation;
   const DeltaInputs& in = args.in;
   const DeltaPlan plan(in);
   const int64_t K = plan.key_dim, V = plan.value_dim, h = hv / plan.group;
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const DeltaStepTiles<Acc> tiles(plan, pieces);
-  const Decay<Acc> decay(args.in, plan, hv);
+  const typename Rule::Decay decay(args.in, plan, hv);
   SteppedState<Acc> state = OpenState<Acc>(in, plan, n, hv, args.final_state, tiles.state);
   for (int64_t t = in.packing.bos(n); t < in.packing.eos(n); ++t) {
     const int64_t token = t * in.value_heads + hv;
