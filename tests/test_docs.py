@@ -7,8 +7,9 @@ code is traced and not translated by inductor, which is slow and is run by ``tes
 import functools
 import json
 import re
-import shutil
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -32,7 +33,10 @@ MADE_ELSEWHERE = {
     ("torch-ext/bindings/tensors.h", "…: …"),
 }
 # Where the messages of other packages that the guide explains are written.
-OTHERS = ["kernels/*.py", "transformers/integrations/hub_kernels.py", "h11/_headers.py"]
+OTHERS = {"kernels": "*.py", "transformers": "integrations/hub_kernels.py", "h11": "_headers.py"}
+# Where the paths in sentences begin.
+BASES = ["", "kernel_src", "kernel_src/cpu", "torch-ext", "torch-ext/packfree_kernels"]
+NAMED_PATH = re.compile(r"(?<![\w/.])(?:[\w.*-]+/)+[\w.*-]+\.(?:h|cpp|cuh|py|md|sh|json|png|svg|toml)\b")
 # Commands of consoles that are no part of the repository.
 USERS_PROGRAMS = {"train.py"}
 
@@ -85,8 +89,8 @@ def test_the_first_block_is_the_example_that_lies_beside_it():
 def test_console_commands_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for block in pages.blocks(page.read_text()):
-        if block.language != "console":
-            assert block.language == "python" or page.name == "README.md" and page.parent != ROOT, block
+        assert block.language in ("python", "console"), block
+        if block.language == "python":
             continue
         commands = [line[2:].split("#")[0].split() for line in block.code.splitlines() if line.startswith("$ ")]
         assert commands, block
@@ -95,8 +99,8 @@ def test_console_commands_exist(page):
             if program == "make":
                 assert rest[0] in targets, rest
             elif program == "hf":
-                helped = subprocess.run([shutil.which("hf") or ROOT / ".venv/bin/hf", *rest[:1], "--help"],
-                                        capture_output=True, text=True)  # fmt: skip
+                command = [str(Path(sys.executable).parent / "hf"), *rest[:1], "--help"]
+                helped = subprocess.run(command, capture_output=True, text=True)
                 options = [word for word in rest if word.startswith("--")]
                 assert helped.returncode == 0 and all(option in helped.stdout for option in options), rest
             else:
@@ -107,16 +111,29 @@ def test_console_commands_exist(page):
 
 @each_page
 def test_targets_and_files_that_are_named_exist(page):
-    """Code inside sentences: ``make x``, ``python -m tests.x``, and paths of the repository."""
+    """Code inside sentences: ``make x``, ``python -m tests.x``, and paths, written from one of the places in BASES."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for code in pages.inline_code(page.read_text()):
         for target in re.findall(r"\bmake ([a-z-]+)", code):
             assert target in targets, code
         for module in re.findall(r"-m (tests[\w.]*)", code):
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), code
-        path = re.match(r"(benchmarks|docs|examples|kernel_src|tests|tools|torch-ext)/[\w./*-]+", code)
-        if path and not re.search(r"[{<]|[/_]X\b", code):
-            assert list(ROOT.glob(path[0].rstrip("/"))), f"{code}: there is no such file"
+        for path in NAMED_PATH.findall(code):
+            # X stands for any operator, <...> for any name, {...} for several.
+            if not re.search(r"[{<]|[/_]X\b|\bX[/_]", code):
+                places = [page.parent, *(ROOT / base for base in BASES)]
+                assert any(list(place.glob(path)) for place in places), f"{code}: there is no such file"
+
+
+def test_words_of_the_glossary_are_those_of_the_sources():
+    """The names in the first column of its last table, which is about variables."""
+    table = (ROOT / "kernel_src" / "README.md").read_text().split("## Names of")[1]
+    folders = ("kernel_src", "torch-ext/packfree_kernels")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".h", ".py", ".md")]
+    text = "\n".join(path.read_text() for path in sources if path != ROOT / "kernel_src" / "README.md")
+    for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE):
+        for name in re.findall(r"`(\w{2,})`", row):
+            assert re.search(rf"\b{name}\b", text), name
 
 
 # ---- links ----
@@ -212,13 +229,13 @@ def test_what_is_explained_can_be_met(texts):
     assert not stale, f"no message of the sources holds {stale}"
     short = [piece for piece in ours if len(piece) < 10]
     assert not short, f"{short} may be met by chance"
-    packages = Path(torch.__file__).parent.parent
-    sources = "\n".join(path.read_text() for pattern in OTHERS for path in packages.glob(pattern))
+    folders = {Path(find_spec(package).origin).parent: pattern for package, pattern in OTHERS.items()}
+    sources = "\n".join(path.read_text() for folder, pattern in folders.items() for path in folder.glob(pattern))
     missing = [piece for piece in others if piece not in sources]
     assert not missing, f"no source of the other packages holds {missing}"
 
 
-def test_messages_are_found_in_each_of_their_forms(texts):
+def test_messages_are_found_in_each_of_their_forms(texts, tmp_path, monkeypatch):
     """What the reading of the sources rests on: variables, arguments, loops, functions that return a text, and C++."""
     found = {(message.where.partition(":")[0], message.text) for message in texts}
     for where, text in (
@@ -233,5 +250,8 @@ def test_messages_are_found_in_each_of_their_forms(texts):
         ("torch-ext/bindings/tiers.h", "PACKFREE_CPU_TIER must be one of …"),
     ):
         assert (where, text) in found, text
+    (tmp_path / "new.py").write_text('def f(op, x):\n    must = "be new"\n    raise value_error(op, "x", must, x)\n')
+    monkeypatch.setattr(messages, "PACKAGE", tmp_path)
+    assert list(messages.python_messages()) == [("new.py:3", "…: x must be new, got …")]
     assert any(where == "_autograd.py" and "has no second derivative" in text for where, text in found)
     assert any(where == "hooks/guards.py" and "flash-style kernels do not compute" in text for where, text in found)

@@ -71,7 +71,7 @@ def test_a_lost_connection_is_an_error_and_the_next_load_goes_on(hub, tmp_path):
         hub.lost = None
     assert refusal and "Error" in refusal.split(":")[0]
     assert run(f'print(json.dumps(works(get_kernel("{REPO_ID}", version=1))))', tmp_path, hub.endpoint) is True
-    # That load fetched one variant, which huggingface_hub 2.4 does not hand out offline; docs/loading.md says what does.
+    # That load fetched one variant, which huggingface_hub 2.4 does not hand out offline; see docs/loading.md.
     code = f'print(json.dumps(error_of(get_kernel, "{REPO_ID}", version=1)))'
     refusal = run(code, tmp_path, HF_HUB_OFFLINE="1")
     assert refusal.startswith("ValueError") and "not available in the local cache" in refusal
