@@ -163,10 +163,10 @@ def python_messages() -> Iterator[Message]:
 
 
 def cpp_messages() -> Iterator[Message]:
-    """The texts of STD_TORCH_CHECK in the bindings: string literals, with a hole for everything between them."""
+    """The texts of the checks in the bindings: string literals, with a hole for everything between them."""
     for path in sorted((ROOT / "torch-ext" / "bindings").rglob("*")):
         source = path.read_text()
-        for match in re.finditer(r"STD_TORCH_CHECK\(", source):
+        for match in re.finditer(r"(?<!define )(?:STD_TORCH|PACKFREE)_CHECK\(", source):
             arguments = _arguments(source, match.end())
             text = HOLE.join("".join(re.findall(r'"((?:[^"\\]|\\.)*)"', argument)) for argument in arguments[1:])
             line = source.count("\n", 0, match.start()) + 1
