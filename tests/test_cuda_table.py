@@ -61,3 +61,12 @@ def test_the_tool_compiles(monkeypatch):
     listed = [row for row in ROWS if row["file"] == "cuda/packing/packing.cu" and row["arch"] == "sm_90"]
     assert [row["kernel"] for row in found] == [row["kernel"] for row in listed]
     assert all(row["registers"] > 0 and not row["spilled"] for row in found)
+
+
+def test_hip_has_every_name_of_cuda_that_the_kernels_use():
+    """tools/hip_check.py compiles them for AMD's GPUs, through headers that give CUDA's names; none has run there."""
+    names = re.compile(r"\b(?:cuda[A-Z]\w+|__shfl\w+|__nv_\w+|__bfloat\w+|__float2bfloat\w+)\b")
+    kernels = (ROOT / "kernel_src" / "cuda").rglob("*.cu*")
+    used = {name for path in kernels for name in names.findall(path.read_text())}
+    given = {name for path in (ROOT / "tools" / "hip").glob("*.h") for name in names.findall(path.read_text())}
+    assert used and used <= given
