@@ -185,6 +185,36 @@ def test_the_emulated_environment_is_kept_until_it_would_be_another(monkeypatch,
     assert all(step == ["debian", "made_of"] for step in made if isinstance(step, list))
 
 
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ([], {"": ["cpu-x86_64", "cuda-x86_64"]}),
+        (["--machine", "aarch64"], {"machine-aarch64": ["cpu-aarch64", "cuda-aarch64"]}),
+        (["--all"], {"": ["cpu-x86_64", "cuda-x86_64", "cu130-x86_64", "cpu-aarch64", "cu130-aarch64"]}),
+        (["--all", "--machine", "aarch64"], {"": ["cpu-aarch64", "cu130-aarch64"]}),
+        (["--sanitize", "thread"], {"sanitize-thread": ["cpu-x86_64"]}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_command_builds(monkeypatch, tmp_path, words, expected):
+    """Into which folder under --out; each machine has a work folder of its own."""
+    build, built, works = load_tool("build"), {}, {}
+
+    def record(config, variants, out, work, toolkits=None, sanitize=""):
+        names = built.setdefault(out.relative_to(tmp_path).as_posix().strip("."), [])
+        names += [f"{variant.compute}-{variant.machine}" for variant in variants]
+        works.setdefault(work, set()).update(variant.machine for variant in variants)
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "build_variants", record)
+    monkeypatch.setattr(build, "find_toolkits", lambda machine: {"cu130": None})
+    monkeypatch.setattr(build, "other_machines", lambda: ["aarch64"])
+    monkeypatch.setattr("sys.argv", ["build.py", "--out", str(tmp_path), *words])
+    build.main()
+    assert built == expected
+    assert all(len(machines) == 1 for machines in works.values())
+
+
 @pytest.mark.parametrize("builds", [True, False])
 def test_nothing_is_emulated_after_a_build_that_failed(monkeypatch, builds):
     emulate, ran = load_tool("emulate"), []
