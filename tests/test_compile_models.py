@@ -3,13 +3,20 @@
 Seven training steps whose packs differ in the number of samples, then in the number of tokens. With position_ids alone
 there is a second graph once the number of tokens turns dynamic; with cu_seq_lens and seq_idx a third, because their
 number of entries does too. Nothing breaks a graph, and the results are those of eager mode.
+
+A whole model of every kind of layer by PyTorch's default backend:
+
+    PACKFREE_COMPILE=all .venv/bin/python -m pytest tests/test_compile_models.py -k inductor
 """
+
+import os
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.tiny_models import (
+    alone,
     assert_gradients_equal,
     assert_logits_equal,
     build,
@@ -47,15 +54,18 @@ STEPS = [
 ]  # fmt: skip
 
 
-def check_steps(model, setting, backend, compare):
+def run_compiled(compiled, batch):
+    logits, gradients = run(compiled, [batch])
+    return logits, {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients.items()}
+
+
+def check_steps(model, setting, backend):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for lengths in STEPS:
         batch = pack(setting=setting, lengths=lengths)
-        logits, gradients = run(compiled, [batch])
-        gradients = {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients.items()}
-        compare((logits, gradients), run(model, [batch]))
+        same_bits(run_compiled(compiled, batch), run(model, [batch]))
     assert 0 < counter.frame_count <= MOST_GRAPHS[setting]
 
 
@@ -66,28 +76,41 @@ def same_bits(got, expected):
         assert torch.equal(got[1][name], gradient), name
 
 
-def close(got, expected):
-    assert_logits_equal(got[0], expected[0])
-    assert_gradients_equal(got[1], expected[1])
-
-
 @pytest.mark.parametrize("model_type, dtype, setting, backend", CASES, ids=str)
 def test_few_graphs_for_any_pack(model_type, dtype, setting, backend):
     """Graphs that do what eager mode does give its bits."""
     model = load(model_type, **MODELS[model_type]).to(dtype).train()
-    check_steps(model, setting, backend, same_bits)
+    check_steps(model, setting, backend)
 
 
-@pytest.mark.parametrize(
-    "model_type, setting, changes",
-    [
-        ("llama", "position_ids", dict(num_hidden_layers=1)),
-        ("lfm2", "seq_idx", dict(num_hidden_layers=1, layer_types=["conv"])),
-    ],
-)
-def test_inductor(model_type, setting, changes):
-    """The default backend fuses, so it rounds otherwise."""
-    check_steps(load(model_type, **changes).train(), setting, "inductor", close)
+# One small model of each kind of layer. Two of them by default: inductor takes a minute for a whole model.
+INDUCTOR = {
+    "llama": ("position_ids", dict(num_hidden_layers=1)),
+    "lfm2": ("seq_idx", dict(num_hidden_layers=1, layer_types=["conv"])),
+}
+if os.environ.get("PACKFREE_COMPILE") == "all":
+    INDUCTOR.update(
+        mamba=("position_ids", dict(num_hidden_layers=1)),
+        bamba=("seq_idx", {}),
+        qwen3_5_text=("position_ids", {}),
+        kimi_linear=("cu_seq_lens", {}),
+    )
+
+
+@pytest.mark.parametrize("model_type", INDUCTOR)
+def test_inductor(model_type):
+    """The default backend fuses, so it rounds otherwise; what it computes of a pack is what eager mode does of each
+    sample alone."""
+    torch._dynamo.reset()
+    setting, changes = INDUCTOR[model_type]
+    model, counter = load(model_type, **changes).train(), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in ([5, 9, 17, 3], [10, 8, 4, 12, 1], [30, 2, 19], [1] * 40 + [2] * 24, [37]):
+        got = run_compiled(compiled, pack(model_type, setting, lengths))
+        expected = run(model, [dict(sample, use_cache=False) for sample in alone(lengths)])
+        assert_logits_equal(got[0], expected[0])
+        assert_gradients_equal(got[1], expected[1])
+    assert 0 < counter.frame_count <= 2
 
 
 def test_checks_what_it_cannot_read():
