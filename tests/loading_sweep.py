@@ -302,8 +302,8 @@ def render(rows: List[Dict[str, Any]], version: str) -> str:
         "# Model types",
         "",
         f"What `python -m tests.loading_sweep` found for the {len(rows)} text, encoder and image-text model types of "
-        f"transformers {version}, as tiny random models in float32. A few of them were trained and generated with, too: "
-        "[Trained and generated](#trained-and-generated).",
+        f"transformers {version}, as tiny random models in float32. A few of them were trained and generated with, "
+        "too: [Trained and generated](#trained-and-generated).",
         "",
         "| outcome | types |",
         "| --- | --- |",

@@ -45,14 +45,14 @@ def test_check_notices_what_is_wrong(copy):
     """A launch that is not in the table, one that nothing makes, and what a kernel must not do."""
     table = json.loads(TABLE.read_text())
     table["rows"][0]["launch"] = "another"
-    table["rows"][1]["spilled"] = 8
+    table["rows"][1]["spilled"] = 8888
     table["rows"][2]["shared"] = 2**20
     table["rows"][3]["hazards"] = ["has a product that sums over 8"]
     (copy / TABLE.relative_to(ROOT)).write_text(json.dumps(table))
     done = check(copy)
     assert done.returncode != 0
     for text in (
-        "has no row of", "that nothing launches", "spills 8 bytes a thread", "wants 1048576 bytes",
+        "has no row of", "that nothing launches", "spills 8888 bytes a thread", "wants 1048576 bytes",
         "has a product that sums over 8",
     ):  # fmt: skip
         assert text in done.stderr

@@ -233,8 +233,8 @@ def page(rows: List[Row]) -> str:
         if row.lacks:
             cells = [one.torch, one.python, one.transformers, "", f"not had: {row.lacks}", "", ""]
         else:
-            cells = [row.torch, one.python, f"{one.transformers}, {row.kernels}", row.variant, row.loads.split(". ")[0], row.models]
-            cells.append(row.packs)
+            cells = [row.torch, one.python, f"{one.transformers}, {row.kernels}", row.variant]
+            cells += [row.loads.split(". ")[0], row.models, row.packs]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
