@@ -1,6 +1,7 @@
 """Putting the hooks in place, taking them out, and what they refuse."""
 
 import fnmatch
+import importlib
 import importlib.util
 import os
 import re
@@ -325,6 +326,14 @@ def test_model_that_leaks_elsewhere_is_refused(model_type, kernel):
     for setting in SETTINGS:
         with pytest.raises(ValueError, match=message):
             model(**pack(setting=setting))
+
+
+def test_types_that_leak_in_one_release_are_refused_there(kernel, monkeypatch):
+    internals = importlib.import_module(f"{kernel.__name__}.hooks.internals")
+    monkeypatch.setattr(internals, "version", lambda: "5.23.0")
+    assert {"lfm3", "inkling2*", "rwkv"} <= set(internals.leaking_models())
+    monkeypatch.setattr(internals, "version", lambda: "5.24.1")
+    assert "lfm3" not in internals.leaking_models() and "rwkv" in internals.leaking_models()
 
 
 @pytest.mark.parametrize("model_type", EAGER_ONLY)

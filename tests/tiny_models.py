@@ -253,8 +253,14 @@ REFUSED: Dict[str, Dict[str, Any]] = {
 # Types whose packs are kept apart, but only under transformers' own attention: ours has no learned position bias.
 EAGER_ONLY: Dict[str, Dict[str, Any]] = {"inkling_text": dict(_DECODER, **_INKLING)}
 
-# What transformers 5.24 added to the three.
-if "lfm3" in CONFIG_MAPPING:
+# What transformers 5.24 added to the three; 5.23 has two of them, whose convolutions cannot be told yet.
+if "lfm3" in CONFIG_MAPPING and "lara_mini" not in CONFIG_MAPPING:
+    _CONVOLUTIONS = ["conv", "full_attention", "sliding_attention"]
+    REFUSED["lfm3"] = dict(_DECODER, num_hidden_layers=3, head_dim=8, sliding_window=6, layer_types=_CONVOLUTIONS)
+    REFUSED["inkling2_text"] = dict(
+        _DECODER_OF_EXPERTS, **_INKLING, unpadded_vocab_size=VOCABULARY, n_layers_per_attn_res_block=1
+    )
+elif "lfm3" in CONFIG_MAPPING:
     _THREE_LAYERS = dict(num_hidden_layers=3, head_dim=8, sliding_window=6)
     MODELS["lfm3"] = dict(_DECODER, **_THREE_LAYERS, layer_types=["conv", "full_attention", "sliding_attention"])
     MODELS["lara_mini"] = dict(

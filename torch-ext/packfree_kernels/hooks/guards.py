@@ -40,7 +40,7 @@ def note_model(model: Any, hooked_modules: AbstractSet[str]) -> None:
         _facts[kind] = Facts(
             takes_positions=any(internals.takes_positions(part) for part in parts),
             mixes_tokens=any(type(part).__module__ in hooked_modules for part in parts),
-            leaks=found_in(model, internals.LEAKING_MODELS),
+            leaks=found_in(model, internals.leaking_models()),
             two_sequences=internals.reads_two_sequences(model),
             counter=internals.position_counter(model),
         )
@@ -128,7 +128,7 @@ def check_loaded(model: Any) -> None:
     name = getattr(config, "_attn_implementation", None)
     if name not in _our_attention:
         return
-    reason = found_in(model, internals.LEAKING_MODELS) or found_in(model, internals.ATTENTION_NOT_EXPRESSED)
+    reason = found_in(model, internals.leaking_models()) or found_in(model, internals.ATTENTION_NOT_EXPRESSED)
     if reason:
         raise ValueError(
             f'{named(model)} cannot run with attn_implementation="{name}": {reason}. Load it with '
@@ -157,7 +157,7 @@ def _why_not_flash(model: Any) -> str:
 
 
 def refused_models() -> Tuple[Tuple[str, str], ...]:
-    return tuple({**internals.LEAKING_MODELS, **internals.ATTENTION_NOT_EXPRESSED}.items())
+    return tuple({**internals.leaking_models(), **internals.ATTENTION_NOT_EXPRESSED}.items())
 
 
 def our_attention_names() -> Tuple[str, ...]:

@@ -87,6 +87,11 @@ LEAKING_MODELS = {
     "xlstm": "its recurrence carries one state through the row",
     "zaya": "its convolutional attention does not see sample boundaries",
 }
+# The same of types in releases before the one that made their functions hookable.
+LEAKING_BEFORE = {
+    "lfm3": ("5.24", "its convolution is none of the functions that can be told where samples end"),
+    "inkling2*": ("5.24", "its convolution is none of the functions that can be told where samples end"),
+}
 # Attention that a flash-style kernel cannot express.
 ATTENTION_NOT_EXPRESSED = {
     "inkling*": "its attention adds a learned position bias",
@@ -102,6 +107,17 @@ def loaded() -> bool:
 
 def minor_release(version: str) -> str:
     return ".".join(version.split(".")[:2])
+
+
+def leaking_models() -> Dict[str, str]:
+    """Patterns of model types that leak in this release of transformers, and why."""
+    release = tuple(int(part) for part in minor_release(version() or "0.0").split(".") if part.isdigit())
+    early = {
+        pattern: reason
+        for pattern, (mended, reason) in LEAKING_BEFORE.items()
+        if release < tuple(int(part) for part in mended.split("."))
+    }
+    return {**LEAKING_MODELS, **early}
 
 
 def version() -> Optional[str]:

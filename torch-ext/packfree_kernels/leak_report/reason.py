@@ -105,7 +105,7 @@ def _why_leaks(setup: Setup, row: LayerResult, call: Optional[Call]) -> str:
         return f"the {row.layer} of {setup.name} read tokens of other samples"
     if call.place.functions:
         return _why_functions(setup, call)
-    known = guards.found_in(setup.model, internals.LEAKING_MODELS)
+    known = guards.found_in(setup.model, internals.leaking_models())
     if known:
         return known
     if call.place.mixers:
