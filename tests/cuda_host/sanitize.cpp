@@ -111,8 +111,11 @@ static void Convolution(Input& input) {
                                   input.Tensor(args.dtype, rows * T * D),
                                   strides,
                                   input.Floats(states),
+                                  input.Floats(args.width * D),
+                                  input.FloatsOrNull(D),
                                   input.Floats(tiles * (args.width + 1) * D)};
-  Expect(causal_conv1d_bwd_cuda(backward, owners, input.Floats(args.width * D), input.FloatsOrNull(D), nullptr));
+  Expect(causal_conv1d_bwd_cuda(backward, owners, static_cast<float*>(backward.dweight),
+                                static_cast<float*>(backward.dbias), nullptr));
 
   const int64_t B = input.Between(1, 3), length = input.Between(args.width - 1, args.width + 1);
   const int64_t tokens = input.Between(1, 3);
