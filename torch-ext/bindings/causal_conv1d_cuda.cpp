@@ -32,8 +32,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_bwd(
   const int64_t tiles = ConvTiles(inputs.x.size(0), inputs.args.row_tokens, channels_last);
   ConvBackward out(inputs, dy, dfinal_states, tiles);
   Tensor owners = NewOwners(x, inputs.tokens());
-  call.Check(
-      causal_conv1d_bwd_cuda(out.args, OwnersOf(owners), FloatsOf(out.dweight), FloatsOf(out.dbias), call.stream()));
+  call.Check(causal_conv1d_bwd_cuda(out.args, OwnersOf(owners), call.stream()));
   return {out.dx, out.dweight, out.dbias, out.dinitial};
 }
 

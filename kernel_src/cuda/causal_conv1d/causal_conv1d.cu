@@ -45,8 +45,7 @@ const char* causal_conv1d_fwd_cuda(const ConvForwardArgs& args, int32_t* owners,
   return launcher.error();
 }
 
-const char* causal_conv1d_bwd_cuda(const ConvBackwardArgs& args, int32_t* owners, float* dweight, float* dbias,
-                                   void* stream) {
+const char* causal_conv1d_bwd_cuda(const ConvBackwardArgs& args, int32_t* owners, void* stream) {
   Launcher launcher(stream);
   RunOwners(launcher, args.packing, owners);
   WithConvForm(args, [&](auto element, auto width, auto channels_last) {
@@ -63,8 +62,8 @@ const char* causal_conv1d_bwd_cuda(const ConvBackwardArgs& args, int32_t* owners
   const int64_t rows = args.row_tokens == 0 ? 0 : args.packing.tokens / args.row_tokens;
   const Partials partials{static_cast<const float*>(args.partials),
                           ConvTiles(rows, args.row_tokens, args.channels_last), args.width + 1, args.channels};
-  RunReduce(launcher, partials, 0, args.width, dweight);
-  RunReduce(launcher, partials, args.width, 1, dbias);
+  RunReduce(launcher, partials, 0, args.width, args.dweight);
+  RunReduce(launcher, partials, args.width, 1, args.dbias);
   return launcher.error();
 }
 

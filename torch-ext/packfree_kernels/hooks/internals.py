@@ -26,7 +26,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import torch
 from torch import Tensor
 
-# Minor releases, of each of which one was run whole (docs/versions.md).
+# Minor releases, of each of which one ran the table of models (docs/versions.md).
 CHECKED_TRANSFORMERS = ("5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
 
 MODEL_MODULE = "transformers.modeling_utils"
