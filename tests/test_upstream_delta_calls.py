@@ -119,15 +119,15 @@ def recurrence(kind, inputs, cu_seqlens):
     if kind.asks_for("use_beta_sigmoid_in_kernel"):
         beta = torch.sigmoid(beta) * (2 if kind.asks_for("allow_neg_eigval") else 1)
     rows, states = [], []
-    turned = kind.asks_for("state_v_first")
+    transposed = kind.asks_for("state_v_first")
     for n, (bos, eos) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
-        state = inputs["initial_state"][n].mT if turned else inputs["initial_state"][n]
+        state = inputs["initial_state"][n].mT if transposed else inputs["initial_state"][n]
         for t in range(bos, eos):
             state = decay[t] * state
             u = beta[t, :, None] * (v[t] - (k[t, :, :, None] * state).sum(1))
             state = state + k[t, :, :, None] * u[:, None]
             rows.append(K**-0.5 * (q[t, :, :, None] * state).sum(1))
-        states.append(state.mT if turned else state)
+        states.append(state.mT if transposed else state)
     padding = v.new_zeros(v.shape[0] - len(rows), HV, V)
     return {"o": torch.cat([torch.stack(rows), padding])[None].to(out_dtype), "final_state": torch.stack(states)}
 

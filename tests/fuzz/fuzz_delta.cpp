@@ -68,14 +68,14 @@ void FillBackward(Trial& trial, Dtype dtype, const Inputs& in, const Axes& gate_
   const Axes key_axes = PerToken(in.packing, {in.packing.tokens, in.key_heads, in.key_dim});
   const Axes value_axes = PerToken(in.packing, {in.packing.tokens, in.value_heads, in.value_dim});
   args->in = in;
-  args->d_o = trial.Read("d_o", dtype, value_axes);
-  args->d_final_state = final_state ? trial.Read("d_final_state", wide, States(in)) : nullptr;
+  args->dout = trial.Read("dout", dtype, value_axes);
+  args->dfinal_state = final_state ? trial.Read("dfinal_state", wide, States(in)) : nullptr;
   args->dq = trial.Write("dq", dtype, key_axes);
   args->dk = trial.Write("dk", dtype, key_axes);
   args->dv = trial.Write("dv", dtype, value_axes);
   args->dg = trial.Write("dg", wide, gate_axes);
   args->dbeta = trial.Write("dbeta", wide, PerToken(in.packing, {in.packing.tokens, in.value_heads}));
-  args->d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, States(in)) : nullptr;
+  args->dinitial_state = in.initial_state != nullptr ? trial.Write("dinitial_state", wide, States(in)) : nullptr;
 }
 
 }  // namespace
@@ -129,8 +129,8 @@ void FuzzKda(Trial& trial) {
   KdaRecurrentCpu(tier, NewForward(trial, dtype, in, final_state, "recurrent o", "recurrent final_state"));
   KdaBackward backward{};
   FillBackward<KdaInputs>(trial, dtype, in, gate_axes, final_state, &backward);
-  backward.d_a_log = in.a_log != nullptr ? trial.Write("d_a_log", wide, {{in.value_heads}}) : nullptr;
-  backward.d_dt_bias = in.dt_bias != nullptr ? trial.Write("d_dt_bias", wide, parameter_axes) : nullptr;
+  backward.da_log = in.a_log != nullptr ? trial.Write("da_log", wide, {{in.value_heads}}) : nullptr;
+  backward.ddt_bias = in.dt_bias != nullptr ? trial.Write("ddt_bias", wide, parameter_axes) : nullptr;
   KdaBackwardCpu(tier, backward);
 }
 

@@ -59,8 +59,8 @@ void FuzzMamba2(Trial& trial) {
       tier, {in, trial.Write("y", dtype, head_axes), final_state ? trial.Write("final_state", wide, states) : nullptr});
   Mamba2ScanBackward backward{};
   backward.in = in;
-  backward.d_y = trial.Read("d_y", dtype, head_axes);
-  backward.d_final_state = final_state ? trial.Read("d_final_state", wide, states) : nullptr;
+  backward.dy = trial.Read("dy", dtype, head_axes);
+  backward.dfinal_state = final_state ? trial.Read("dfinal_state", wide, states) : nullptr;
   backward.dx = trial.Write("dx", dtype, head_axes);
   backward.ddt = trial.Write("ddt", wide, step_axes);
   backward.da = trial.Write("da", wide, {{H}});
@@ -69,7 +69,7 @@ void FuzzMamba2(Trial& trial) {
   backward.dd = in.d != nullptr ? trial.Write("dD", wide, {{H, P}}) : nullptr;
   backward.dz = gate ? trial.Write("dz", dtype, head_axes) : nullptr;
   backward.ddt_bias = in.dt_bias != nullptr ? trial.Write("ddt_bias", wide, {{H}}) : nullptr;
-  backward.d_initial_state = in.initial_state != nullptr ? trial.Write("d_initial_state", wide, states) : nullptr;
+  backward.dinitial_state = in.initial_state != nullptr ? trial.Write("dinitial_state", wide, states) : nullptr;
   Mamba2ScanBackwardCpu(tier, backward);
 }
 

@@ -102,36 +102,36 @@ std::tuple<Tensor, Tensor> RunForward(const char* op, void (*run)(Tier, const De
 
 // The gradients of CheckedDelta's tensors, and those of the outputs that they come from.
 struct DeltaGradients {
-  Tensor d_o;
-  std::optional<Tensor> d_final_state;
-  Tensor dq, dk, dv, dg, dbeta, d_initial_state;
+  Tensor dout;
+  std::optional<Tensor> dfinal_state;
+  Tensor dq, dk, dv, dg, dbeta, dinitial_state;
 
-  DeltaGradients(const char* op, const CheckedDelta& in, const Tensor& d_o_in, const std::optional<Tensor>& d_final_in)
-      : d_final_state(in.CheckedState(op, "dfinal_state", d_final_in)) {
-    PACKFREE_CHECK(d_o_in.dim() == 3 && d_o_in.size(0) == in.tokens && d_o_in.size(1) == in.value_heads &&
-                       d_o_in.size(2) == in.value_dim && d_o_in.scalar_type() == in.q.scalar_type(),
+  DeltaGradients(const char* op, const CheckedDelta& in, const Tensor& dout_in, const std::optional<Tensor>& dfinal_in)
+      : dfinal_state(in.CheckedState(op, "dfinal_state", dfinal_in)) {
+    PACKFREE_CHECK(dout_in.dim() == 3 && dout_in.size(0) == in.tokens && dout_in.size(1) == in.value_heads &&
+                       dout_in.size(2) == in.value_dim && dout_in.scalar_type() == in.q.scalar_type(),
                    op, ": do must have shape [T, HV, V] and the dtype of q");
-    d_o = Contiguous(d_o_in);
+    dout = Contiguous(dout_in);
     dq = in.New({in.tokens, in.key_heads, in.key_dim});
     dk = in.New({in.tokens, in.key_heads, in.key_dim});
     dv = in.New({in.tokens, in.value_heads, in.value_dim});
     dg =
         in.g.dim() == 2 ? in.NewWide({in.tokens, in.value_heads}) : in.NewWide({in.tokens, in.value_heads, in.key_dim});
     dbeta = in.NewWide({in.tokens, in.value_heads});
-    d_initial_state = in.NewStateIf(in.initial_state.has_value());
+    dinitial_state = in.NewStateIf(in.initial_state.has_value());
   }
 
   template <class Inputs>
   DeltaBackward<Inputs> View(const Inputs& inputs) const {
     return {inputs,
-            d_o.const_data_ptr(),
-            DataOrNull(d_final_state),
+            dout.const_data_ptr(),
+            DataOrNull(dfinal_state),
             dq.mutable_data_ptr(),
             dk.mutable_data_ptr(),
             dv.mutable_data_ptr(),
             dg.mutable_data_ptr(),
             dbeta.mutable_data_ptr(),
-            DataOrNull(d_initial_state)};
+            DataOrNull(dinitial_state)};
   }
 };
 

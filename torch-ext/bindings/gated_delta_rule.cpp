@@ -26,14 +26,14 @@ std::tuple<Tensor, Tensor> gated_delta_rule_recurrent_fwd(const Tensor& q, const
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_bwd(
-    const Tensor& d_o, const std::optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
+    const Tensor& dout, const std::optional<Tensor>& dfinal_state, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& g, const Tensor& beta, const Tensor& cu_seqlens, const std::optional<Tensor>& initial_state,
     double scale, bool l2norm) {
   const char* op = "gated_delta_rule_bwd";
   const CheckedDelta in(op, q, k, v, g, beta, false, cu_seqlens, initial_state, scale, l2norm);
-  const DeltaGradients d(op, in, d_o, d_final_state);
+  const DeltaGradients d(op, in, dout, dfinal_state);
   GatedDeltaRuleBackwardCpu(CheckedTier(op), d.View(in.view));
-  return {d.dq, d.dk, d.dv, d.dg, d.dbeta, d.d_initial_state};
+  return {d.dq, d.dk, d.dv, d.dg, d.dbeta, d.dinitial_state};
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ void define_gated_delta_rule(OpLibrary& ops) {
       "gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, "
       "Tensor? initial_state, float scale, bool l2norm, bool want_state) -> (Tensor o, Tensor final_state)");
   ops.def(
-      "gated_delta_rule_bwd(Tensor do, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
+      "gated_delta_rule_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
       "Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm) "
       "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)");
   ops.def(

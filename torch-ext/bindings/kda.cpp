@@ -53,17 +53,17 @@ std::tuple<Tensor, Tensor> kda_recurrent_fwd(const Tensor& q, const Tensor& k, c
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_bwd(
-    const Tensor& d_o, const std::optional<Tensor>& d_final_state, const Tensor& q, const Tensor& k, const Tensor& v,
+    const Tensor& dout, const std::optional<Tensor>& dfinal_state, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& g, const Tensor& beta, const std::optional<Tensor>& a_log, const std::optional<Tensor>& dt_bias,
     std::optional<double> lower_bound, const Tensor& cu_seqlens, const std::optional<Tensor>& initial_state,
     double scale, bool l2norm) {
   const char* op = "kda_bwd";
   const CheckedKda in(op, q, k, v, g, beta, a_log, dt_bias, lower_bound, cu_seqlens, initial_state, scale, l2norm);
-  const DeltaGradients d(op, in, d_o, d_final_state);
-  Tensor d_a_log = in.a_log.has_value() ? in.NewWide({in.value_heads}) : in.Absent();
-  Tensor d_dt_bias = in.dt_bias.has_value() ? in.NewWide({in.value_heads, in.key_dim}) : in.Absent();
-  KdaBackwardCpu(CheckedTier(op), {d.View(in.inputs), DataOrNull(d_a_log), DataOrNull(d_dt_bias), nullptr});
-  return {d.dq, d.dk, d.dv, d.dg, d.dbeta, d_a_log, d_dt_bias, d.d_initial_state};
+  const DeltaGradients d(op, in, dout, dfinal_state);
+  Tensor da_log = in.a_log.has_value() ? in.NewWide({in.value_heads}) : in.Absent();
+  Tensor ddt_bias = in.dt_bias.has_value() ? in.NewWide({in.value_heads, in.key_dim}) : in.Absent();
+  KdaBackwardCpu(CheckedTier(op), {d.View(in.inputs), DataOrNull(da_log), DataOrNull(ddt_bias), nullptr});
+  return {d.dq, d.dk, d.dv, d.dg, d.dbeta, da_log, ddt_bias, d.dinitial_state};
 }
 
 }  // namespace
@@ -74,7 +74,7 @@ void define_kda(OpLibrary& ops) {
       "float? lower_bound, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm, bool want_state) "
       "-> (Tensor o, Tensor final_state)");
   ops.def(
-      "kda_bwd(Tensor do, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, "
+      "kda_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, "
       "Tensor? dt_bias, float? lower_bound, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm) "
       "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor da_log, Tensor ddt_bias, "
       "Tensor dinitial_state)");

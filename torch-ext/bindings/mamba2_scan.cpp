@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                      dy.scalar_type() == in.x.scalar_type(),
                  op, ": dy must have the shape and dtype of x");
   const Tensor dy_rows = Contiguous(dy);
-  const std::optional<Tensor> d_final = in.CheckedState(op, "dfinal_state", dfinal_state);
+  const std::optional<Tensor> dfinal = in.CheckedState(op, "dfinal_state", dfinal_state);
   Tensor dx = in.New({in.tokens, in.heads, in.head_dim});
   Tensor ddt = in.NewWide({in.tokens, in.heads});
   Tensor dA = in.NewWide({in.heads});
@@ -136,12 +136,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   Tensor dD = in.d.has_value() ? in.NewWide({in.heads, in.head_dim}) : in.Absent();
   Tensor dz = in.z.has_value() ? in.New({in.tokens, in.heads, in.head_dim}) : AbsentTensor(in.x, in.x.scalar_type());
   Tensor ddt_bias = in.dt_bias.has_value() ? in.NewWide({in.heads}) : in.Absent();
-  Tensor d_initial = in.initial_state.has_value() ? in.NewState() : in.Absent();
+  Tensor dinitial = in.initial_state.has_value() ? in.NewState() : in.Absent();
   Mamba2ScanBackwardCpu(CheckedTier(op),
-                        {in.view, dy_rows.const_data_ptr(), DataOrNull(d_final), dx.mutable_data_ptr(),
+                        {in.view, dy_rows.const_data_ptr(), DataOrNull(dfinal), dx.mutable_data_ptr(),
                          ddt.mutable_data_ptr(), dA.mutable_data_ptr(), dB.mutable_data_ptr(), dC.mutable_data_ptr(),
-                         DataOrNull(dD), DataOrNull(dz), DataOrNull(ddt_bias), DataOrNull(d_initial)});
-  return {dx, ddt, dA, dB, dC, dD, dz, ddt_bias, d_initial};
+                         DataOrNull(dD), DataOrNull(dz), DataOrNull(ddt_bias), DataOrNull(dinitial)});
+  return {dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial};
 }
 
 Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,

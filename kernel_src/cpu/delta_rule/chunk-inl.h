@@ -41,9 +41,9 @@ inline void CorrectionGradients(const Args& args, const DeltaPlan& plan, int64_t
     ScaleRow<Acc>(V, beta[i], corrections + i * ldv);
   }
   StoreTile<Acc>(c, V, d_x, pair, static_cast<Elem*>(args.dv) + token * V, value_heads * V, Acc(-1));
-  LoadTileTransposed<Acc>(c, V, corrections, ldv, tiles.turned, ldc);
-  MultiplyToLower<Into::kOverwrite>(c, V, d_o, pair, tiles.turned, ldc, tiles.pairs, ldc);
-  MultiplyToLower<Into::kOverwrite>(c, V, d_x, pair, tiles.turned, ldc, tiles.pairs + c * ldc, ldc);
+  LoadTileTransposed<Acc>(c, V, corrections, ldv, tiles.transposed, ldc);
+  MultiplyToLower<Into::kOverwrite>(c, V, d_o, pair, tiles.transposed, ldc, tiles.pairs, ldc);
+  MultiplyToLower<Into::kOverwrite>(c, V, d_x, pair, tiles.transposed, ldc, tiles.pairs + c * ldc, ldc);
 }
 
 // Running states of a key head's group: from the initial states, or 0.

@@ -42,14 +42,14 @@ struct DeltaForward {
 template <class Inputs>
 struct DeltaBackward {
   Inputs in;
-  const void* d_o;            // Elem [T, HV, V], contiguous
-  const void* d_final_state;  // Acc [N, HV, K, V], contiguous, or null for zeros
-  void* dq;                   // Elem [T, H, K]
-  void* dk;                   // Elem [T, H, K]
-  void* dv;                   // Elem [T, HV, V]
-  void* dg;                   // Acc, the shape of g
-  void* dbeta;                // Acc [T, HV]
-  void* d_initial_state;      // Acc [N, HV, K, V] or null
+  const void* dout;          // Elem [T, HV, V], contiguous
+  const void* dfinal_state;  // Acc [N, HV, K, V], contiguous, or null for zeros
+  void* dq;                  // Elem [T, H, K]
+  void* dk;                  // Elem [T, H, K]
+  void* dv;                  // Elem [T, HV, V]
+  void* dg;                  // Acc, the shape of g
+  void* dbeta;               // Acc [T, HV]
+  void* dinitial_state;      // Acc [N, HV, K, V] or null
 };
 
 }  // namespace packfree

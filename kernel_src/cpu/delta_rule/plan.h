@@ -22,18 +22,18 @@ struct DeltaKernels {
 
 // Sizes that all tiles of one call share, in elements of Acc.
 struct DeltaPlan {
-  int64_t group;         // G: value heads that read one key head
-  int64_t key_dim;       // K
-  int64_t value_dim;     // V
-  int64_t ldk;           // row of a tile with K columns
-  int64_t ldv;           // row of a tile with V columns
-  int64_t ldc;           // row of a tile with kChunk columns
-  int64_t pair_k;        // from row to row of q, or of k, where the two lie in turn: 2 ldk
-  int64_t pair_v;        // the same in tiles with V columns: 2 ldv
-  int64_t state;         // a state: [K, ldv]
-  int64_t state_turned;  // a state transposed: [V, ldk]
-  int64_t values;        // [kChunk, ldv]
-  int64_t kept;          // what the backward pass keeps of a chunk
+  int64_t group;             // G: value heads that read one key head
+  int64_t key_dim;           // K
+  int64_t value_dim;         // V
+  int64_t ldk;               // row of a tile with K columns
+  int64_t ldv;               // row of a tile with V columns
+  int64_t ldc;               // row of a tile with kChunk columns
+  int64_t pair_k;            // from row to row of q, or of k, where the two lie in turn: 2 ldk
+  int64_t pair_v;            // the same in tiles with V columns: 2 ldv
+  int64_t state;             // a state: [K, ldv]
+  int64_t state_transposed;  // a state transposed: [V, ldk]
+  int64_t values;            // [kChunk, ldv]
+  int64_t kept;              // what the backward pass keeps of a chunk
 
   explicit DeltaPlan(const DeltaInputs& in)
       : group(in.value_heads / in.key_heads),
@@ -45,9 +45,9 @@ struct DeltaPlan {
         pair_k(2 * ldk),
         pair_v(2 * ldv),
         state(in.key_dim * ldv),
-        state_turned(in.value_dim * ldk),
+        state_transposed(in.value_dim * ldk),
         values(kChunk * ldv),
-        kept(group * (state_turned + values)) {}
+        kept(group * (state_transposed + values)) {}
 };
 
 // What one chunk of c tokens needs in both directions, whatever the decay. Lower tiles are those of triangular-inl.h.
@@ -55,19 +55,19 @@ struct DeltaPlan {
 // product over all of them sums in the order of the recurrence.
 template <class Acc>
 struct DeltaChunkTiles {
-  Acc* rows;        // [2 * kChunk, ldk]: q and k, normalised and scaled
-  Acc* k_turned;    // [K, ldc]: the rows of k transposed
-  Acc* read;        // [kChunk, ldc] lower: how much of correction j token i reads
-  Acc* system;      // [kChunk, ldc] lower: I + it maps corrections to what they are made of
-  Acc* beta;        // [kChunk]
-  Acc* q_inverse;   // [kChunk]: inverse norms of the rows
-  Acc* k_inverse;   // [kChunk]
-  Acc* value_rows;  // [2 * kChunk, ldv]: what belongs to q and k of each token
-  Acc* states;      // [G, K, ldv]: running states
+  Acc* rows;          // [2 * kChunk, ldk]: q and k, normalised and scaled
+  Acc* k_transposed;  // [K, ldc]: the rows of k transposed
+  Acc* read;          // [kChunk, ldc] lower: how much of correction j token i reads
+  Acc* system;        // [kChunk, ldc] lower: I + it maps corrections to what they are made of
+  Acc* beta;          // [kChunk]
+  Acc* q_inverse;     // [kChunk]: inverse norms of the rows
+  Acc* k_inverse;     // [kChunk]
+  Acc* value_rows;    // [2 * kChunk, ldv]: what belongs to q and k of each token
+  Acc* states;        // [G, K, ldv]: running states
 
   DeltaChunkTiles(const DeltaPlan& plan, Pieces<Acc>& pieces)
       : rows(pieces.Take(2 * kChunk * plan.ldk)),
-        k_turned(pieces.Take(plan.key_dim * plan.ldc)),
+        k_transposed(pieces.Take(plan.key_dim * plan.ldc)),
         read(pieces.Take(kChunk * plan.ldc)),
         system(pieces.Take(kChunk * plan.ldc)),
         beta(pieces.Take(kChunk)),
@@ -82,24 +82,24 @@ template <class Acc, template <class> class ChunkTiles>
 struct DeltaBackwardTiles {
   SegmentPlan segments;
   ChunkTiles<Acc> chunk;
-  Acc* checkpoints;     // [segments, G, K, ldv]: states at the segments' starts
-  Acc* states_turned;   // [per_segment, G, V, ldk]: states at the chunks' starts
-  Acc* corrections;     // [per_segment, G, kChunk, ldv]: what each token would write at beta = 1
-  Acc* d_states;        // [G, K, ldv]
-  Acc* d_state_turned;  // [V, ldk]
-  Acc* turned;          // [V, ldc]: corrections times beta, transposed
-  Acc* pairs;           // [2 * kChunk, ldc] two lower tiles: gradients of `read`, from row c on of `mix`
-  Acc* d_rows;          // [2 * kChunk, ldk]: gradients of `rows`, summed over the group
+  Acc* checkpoints;         // [segments, G, K, ldv]: states at the segments' starts
+  Acc* states_transposed;   // [per_segment, G, V, ldk]: states at the chunks' starts
+  Acc* corrections;         // [per_segment, G, kChunk, ldv]: what each token would write at beta = 1
+  Acc* d_states;            // [G, K, ldv]
+  Acc* d_state_transposed;  // [V, ldk]
+  Acc* transposed;          // [V, ldc]: corrections times beta, transposed
+  Acc* pairs;               // [2 * kChunk, ldc] two lower tiles: gradients of `read`, from row c on of `mix`
+  Acc* d_rows;              // [2 * kChunk, ldk]: gradients of `rows`, summed over the group
 
   DeltaBackwardTiles(const DeltaPlan& plan, int64_t length, Pieces<Acc>& pieces)
       : segments(plan.kept * static_cast<int64_t>(sizeof(Acc)), length),
         chunk(plan, pieces),
         checkpoints(pieces.Take(segments.segments * plan.group * plan.state)),
-        states_turned(pieces.Take(segments.per_segment * plan.group * plan.state_turned)),
+        states_transposed(pieces.Take(segments.per_segment * plan.group * plan.state_transposed)),
         corrections(pieces.Take(segments.per_segment * plan.group * plan.values)),
         d_states(pieces.Take(plan.group * plan.state)),
-        d_state_turned(pieces.Take(plan.state_turned)),
-        turned(pieces.Take(plan.value_dim * plan.ldc)),
+        d_state_transposed(pieces.Take(plan.state_transposed)),
+        transposed(pieces.Take(plan.value_dim * plan.ldc)),
         pairs(pieces.Take(2 * kChunk * plan.ldc)),
         d_rows(pieces.Take(2 * kChunk * plan.ldk)) {}
 };
@@ -146,7 +146,7 @@ void RunDeltaBackward(const Kernels& kernels, const Backward& args, int64_t deca
   ClearPadding(in.packing, args.dv, in.value_heads * in.value_dim * ElementBytes(in.dtype));
   ClearPadding(in.packing, args.dg, decay_row * AccBytes(in.dtype));
   ClearPadding(in.packing, args.dbeta, in.value_heads * AccBytes(in.dtype));
-  ForEachSequenceHead(in.packing, in.key_heads, args.d_initial_state,
+  ForEachSequenceHead(in.packing, in.key_heads, args.dinitial_state,
                       ScratchBytes<BackwardTiles>(in.dtype, DeltaPlan(in), LongestSequence(in.packing)),
                       [&](int64_t n, int64_t h, void* scratch) { kernels.backward(args, n, h, scratch); });
 }

@@ -17,7 +17,7 @@ concept DeltaRule =
              const typename Rule::ChunkTiles& tiles, const typename Rule::BackwardTiles& backward_tiles,
              const DeltaStepTiles<typename Rule::Accumulation>& step_tiles, int64_t begin, int64_t c, int64_t hv,
              bool with_q, typename Rule::Accumulation* corrections, int64_t stride, typename Rule::Accumulation* state,
-             const typename Rule::Accumulation* state_turned, bool has_after, bool wants_before,
+             const typename Rule::Accumulation* state_transposed, bool has_after, bool wants_before,
              const typename Rule::Decay& decay) {
       typename Rule::Element;
       typename Rule::Forward;
@@ -29,7 +29,7 @@ concept DeltaRule =
       static_cast<const typename Rule::Accumulation*>(Rule::StateRows(tiles));
       static_cast<const typename Rule::Accumulation*>(Rule::StateFactors(tiles));
       Rule::AdvanceState(plan, c, tiles, corrections, stride, state);
-      Rule::BackwardHead(args, plan, begin, c, hv, backward_tiles, state_turned, corrections, state, has_after,
+      Rule::BackwardHead(args, plan, begin, c, hv, backward_tiles, state_transposed, corrections, state, has_after,
                          wants_before);
       decay.Step(begin, step_tiles);
     };
@@ -45,7 +45,7 @@ inline void LoadChunk(const DeltaInputs& in, const DeltaPlan& plan, int64_t begi
   const Elem* k = static_cast<const Elem*>(in.k) + begin * in.k_token + h * in.k_head;
   Acc* k_rows = tiles.rows + plan.ldk;
   LoadRows<Acc>(c, plan.key_dim, k, in.k_token, in.l2norm, Acc(1), k_rows, plan.pair_k, tiles.k_inverse);
-  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.pair_k, tiles.k_turned, plan.ldc);
+  LoadTileTransposed<Acc>(c, plan.key_dim, k_rows, plan.pair_k, tiles.k_transposed, plan.ldc);
   if (with_q) {
     const Elem* q = static_cast<const Elem*>(in.q) + begin * in.q_token + h * in.q_head;
     LoadRows<Acc>(c, plan.key_dim, q, in.q_token, in.l2norm, static_cast<Acc>(in.scale), tiles.rows, plan.pair_k,
@@ -140,8 +140,8 @@ struct DeltaBackwardPass {
     SolveCorrections<Elem, Acc>(args.in, plan, begin, c, hv, from_zero, Rule::StateFactors(tiles.chunk),
                                 tiles.chunk.system, rows, plan.ldv);
     if (slot >= 0) {
-      Acc* turned = tiles.states_turned + slot * plan.state_turned;
-      if (!from_zero) LoadTileTransposed<Acc>(K, V, state, plan.ldv, turned, plan.ldk);
+      Acc* transposed = tiles.states_transposed + slot * plan.state_transposed;
+      if (!from_zero) LoadTileTransposed<Acc>(K, V, state, plan.ldv, transposed, plan.ldk);
       LoadTile<Acc>(c, V, rows, plan.ldv, tiles.corrections + slot * plan.values, plan.ldv);
     }
     if (wants_after) Rule::AdvanceState(plan, c, tiles.chunk, rows, plan.ldv, state);
@@ -152,12 +152,12 @@ struct DeltaBackwardPass {
     LoadChunk<Rule>(args.in, plan, chunk.begin, chunk.count, h, true, tiles.chunk);
     ClearTile<Acc>(2 * chunk.count, plan.key_dim, tiles.d_rows, plan.ldk);
     Rule::ClearKeyProductGradients(plan, chunk.count, tiles);
-    const bool has_after = index + 1 < tiles.segments.chunks || args.d_final_state != nullptr;
-    const bool wants_before = index > 0 || args.d_initial_state != nullptr;
+    const bool has_after = index + 1 < tiles.segments.chunks || args.dfinal_state != nullptr;
+    const bool wants_before = index > 0 || args.dinitial_state != nullptr;
     for (int64_t j = 0; j < plan.group; ++j) {
       const int64_t slot = kept * plan.group + j;
-      const Acc* state_turned = FromZero(index) ? nullptr : tiles.states_turned + slot * plan.state_turned;
-      Rule::BackwardHead(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles, state_turned,
+      const Acc* state_transposed = FromZero(index) ? nullptr : tiles.states_transposed + slot * plan.state_transposed;
+      Rule::BackwardHead(args, plan, chunk.begin, chunk.count, h * plan.group + j, tiles, state_transposed,
                          tiles.corrections + slot * plan.values, tiles.d_states + j * plan.state, has_after,
                          wants_before);
     }
@@ -186,11 +186,11 @@ inline void BackwardUnit(const typename Rule::Backward& args, int64_t n, int64_t
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const typename Rule::BackwardTiles tiles(plan, in.packing.length(n), pieces);
   const int64_t first = n * in.value_heads + h * plan.group;
-  LoadStates<Acc>(plan, args.d_final_state, first, tiles.d_states);
+  LoadStates<Acc>(plan, args.dfinal_state, first, tiles.d_states);
   LoadStates<Acc>(plan, in.initial_state, first, tiles.chunk.states);
   WalkBackward<Acc>(tiles.segments, plan.group * plan.state, tiles.chunk.states, tiles.checkpoints,
                     DeltaBackwardPass<Rule>{args, plan, n, h, tiles});
-  StoreStates<Acc>(plan, tiles.d_states, first, args.d_initial_state);
+  StoreStates<Acc>(plan, tiles.d_states, first, args.dinitial_state);
 }
 
 // Token by token: one sequence and one value head.

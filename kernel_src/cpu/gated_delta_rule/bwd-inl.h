@@ -1,5 +1,5 @@
 // Backward stages of the gated delta rule, as delta_rule/units-inl.h calls them. Included once per tier, after
-// chunk-inl.h. Names of gradients carry d_ before the name of the tile they belong to.
+// chunk-inl.h. Gradients of tiles carry d_ before the tile's name.
 
 // Lower tiles of one value head: read = (q . k) decay, mix = (k . k) decay below the diagonal, and
 // system[i, j] = beta_i mix[i, j]. Unlike the forward's, none of their columns carries beta_j.
@@ -46,12 +46,12 @@ inline void SplitPairGradients(const DeltaPlan& plan, int64_t c, const GatedBack
 // The whole rule, as delta_rule/units-inl.h takes it.
 template <class Elem, class Acc>
 struct GatedRule : GatedForwardStages<Elem, Acc> {
-  // One chunk of one value head. `state_turned`, null for 0, and `corrections` are what the recomputation kept; d_state
-  // is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it if
-  // `wants_before`.
+  // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept;
+  // d_state is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it
+  // if `wants_before`.
   static void BackwardHead(const GatedDeltaRuleBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c,
-                           int64_t hv, const GatedBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections,
-                           Acc* d_state, bool has_after, bool wants_before) {
+                           int64_t hv, const GatedBackwardTiles<Acc>& tiles, const Acc* state_transposed,
+                           Acc* corrections, Acc* d_state, bool has_after, bool wants_before) {
     const DeltaInputs& in = args.in;
     const GatedChunkTiles<Acc>& chunk = tiles.chunk;
     const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
@@ -65,7 +65,7 @@ struct GatedRule : GatedForwardStages<Elem, Acc> {
     const Acc* to_end = chunk.decay + (c - 1) * ldc;
     const Acc over_chunk = chunk.from_start[c - 1];
     WeighPairsBackward<Acc>(plan, c, tiles);
-    LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
+    LoadTile<Acc>(c, V, static_cast<const Elem*>(args.dout) + token * V, in.value_heads * V, d_o, pair_v);
 
     // d(beta corrections) = to_end k d_state + read^T d_o, then back through the solve.
     if (has_after) {
@@ -83,8 +83,8 @@ struct GatedRule : GatedForwardStages<Elem, Acc> {
     Acc* d_q = tiles.d_rows;
     Acc* d_k = tiles.d_rows + ldk;
     for (int64_t i = 0; i < kChunk; ++i) tiles.d_from_start[i] = tiles.d_to_end[i] = 0;
-    if (state_turned != nullptr) {
-      Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.from_state, ldk);
+    if (state_transposed != nullptr) {
+      Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_transposed, ldk, tiles.from_state, ldk);
       for (int64_t i = 0; i < c; ++i) {
         const Acc* q_part = tiles.from_state + i * pair_k;
         const Acc* k_part = q_part + ldk;
@@ -97,15 +97,15 @@ struct GatedRule : GatedForwardStages<Elem, Acc> {
     }
     Acc kept = 0;
     if (has_after) {
-      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
-      Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.to_state, ldk);
+      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_transposed, ldk);
+      Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_transposed, ldk, tiles.to_state, ldk);
       for (int64_t i = 0; i < c; ++i) {
         const Acc* end_part = tiles.to_state + i * ldk;
         tiles.d_to_end[i] = to_end[i] * RowDot<Acc>(K, k_rows + i * pair_k, end_part);
         AddScaledRow<Acc>(K, to_end[i], end_part, d_k + i * pair_k);
       }
-      for (int64_t r = 0; r < V && state_turned != nullptr; ++r) {
-        kept += RowDot<Acc>(K, state_turned + r * ldk, tiles.d_state_turned + r * ldk);
+      for (int64_t r = 0; r < V && state_transposed != nullptr; ++r) {
+        kept += RowDot<Acc>(K, state_transposed + r * ldk, tiles.d_state_transposed + r * ldk);
       }
     }
     GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, over_chunk * kept,

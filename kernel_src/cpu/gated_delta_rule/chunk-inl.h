@@ -28,8 +28,8 @@ struct GatedForwardStages {
   // The products of q (if `with_q`) and k with k; the decays come per value head.
   static void KeyProducts(const DeltaPlan& plan, int64_t c, bool with_q, const GatedChunkTiles<Acc>& tiles) {
     const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
-    MultiplyToLower<Into::kOverwrite>(c, K, tiles.rows + ldk, pair, tiles.k_turned, ldc, tiles.kk, ldc);
-    if (with_q) MultiplyToLower<Into::kOverwrite>(c, K, tiles.rows, pair, tiles.k_turned, ldc, tiles.qk, ldc);
+    MultiplyToLower<Into::kOverwrite>(c, K, tiles.rows + ldk, pair, tiles.k_transposed, ldc, tiles.kk, ldc);
+    if (with_q) MultiplyToLower<Into::kOverwrite>(c, K, tiles.rows, pair, tiles.k_transposed, ldc, tiles.qk, ldc);
   }
 
   static void PrepareHead(const DeltaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool,

@@ -142,12 +142,12 @@ inline void PairGradients(const DeltaPlan& plan, int64_t c, const KdaBackwardTil
 // The whole rule, as delta_rule/units-inl.h takes it.
 template <class Elem, class Acc>
 struct KdaRule : KdaForwardStages<Elem, Acc> {
-  // One chunk of one value head. `state_turned`, null for 0, and `corrections` are what the recomputation kept; d_state
-  // is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it if
-  // `wants_before`.
+  // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept;
+  // d_state is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it
+  // if `wants_before`.
   static void BackwardHead(const KdaBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
-                           const KdaBackwardTiles<Acc>& tiles, const Acc* state_turned, Acc* corrections, Acc* d_state,
-                           bool has_after, bool wants_before) {
+                           const KdaBackwardTiles<Acc>& tiles, const Acc* state_transposed, Acc* corrections,
+                           Acc* d_state, bool has_after, bool wants_before) {
     const KdaInputs& in = args.in;
     const KdaChunkTiles<Acc>& chunk = tiles.chunk;
     const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
@@ -160,35 +160,36 @@ struct KdaRule : KdaForwardStages<Elem, Acc> {
     Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
     KdaRule::PrepareHead(in, plan, begin, c, hv, true, chunk);
     WeighPairsBackward<Acc>(plan, c, chunk);
-    LoadTile<Acc>(c, V, static_cast<const Elem*>(args.d_o) + token * V, in.value_heads * V, d_o, pair_v);
+    LoadTile<Acc>(c, V, static_cast<const Elem*>(args.dout) + token * V, in.value_heads * V, d_o, pair_v);
 
     // d(beta corrections) = (k decayed to the end) d_state + read^T d_o, then back through the solve.
     if (has_after) {
       Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_state, ldv, d_v, pair_v);
       MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_turned, ldk);
+      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_transposed, ldk);
     } else {
       MultiplyLowerTransposed<Into::kOverwrite>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
     }
     CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
 
     // What every log-decay of the chunk gets from the decay of the state over the whole of it.
-    const int64_t spanned = has_after && state_turned != nullptr ? V : 0;
+    const int64_t spanned = has_after && state_transposed != nullptr ? V : 0;
     for (int64_t x = 0; x < K; x += kLanes<Acc>) {
       Vec<Acc> kept = Zero<Acc>();
       for (int64_t r = 0; r < spanned; ++r) {
-        kept = MulAdd(Load<Acc>(state_turned + r * ldk + x), Load<Acc>(tiles.d_state_turned + r * ldk + x), kept);
+        kept =
+            MulAdd(Load<Acc>(state_transposed + r * ldk + x), Load<Acc>(tiles.d_state_transposed + r * ldk + x), kept);
       }
       if (spanned != 0) kept = kept * Load<Acc>(over_chunk + x);
       for (int64_t i = 0; i < c; ++i) Store(tiles.d_decay + i * ldk + x, kept);
     }
     // Through the state before the chunk, the state after it, and the pairs.
-    if (state_turned != nullptr) {
-      Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_turned, ldk, tiles.d_parts, ldk);
+    if (state_transposed != nullptr) {
+      Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_transposed, ldk, tiles.d_parts, ldk);
       GradientsFromBehind<Acc>(plan, 0, c, -1, chunk.from_start, chunk.start_rows, tiles.d_parts, tiles);
     }
     if (has_after) {
-      Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_turned, ldk, tiles.d_parts, ldk);
+      Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_transposed, ldk, tiles.d_parts, ldk);
       GradientsFromMark<Acc>(plan, c, end_mark, c, tiles.d_parts, tiles);
     }
     PairGradients<Acc>(plan, c, tiles);

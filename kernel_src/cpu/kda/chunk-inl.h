@@ -142,13 +142,13 @@ inline void DecayedPairs(const DeltaPlan& plan, int64_t c, bool with_q, const Kd
     Acc* mix = tiles.mix + first * ldc;
     if (first > 0) {
       const Acc* keys = tiles.mark_rows + MarkRow(first / kSubBlock) * ldk;
-      LoadTileTransposed<Acc>(first, K, keys, ldk, tiles.turned, ldc);
+      LoadTileTransposed<Acc>(first, K, keys, ldk, tiles.transposed, ldc);
       const Acc* inner = tiles.inner_rows + first * pair;
-      if (with_q) Multiply<Into::kOverwrite>(count, first, K, inner, pair, 1, tiles.turned, ldc, read, ldc);
-      Multiply<Into::kOverwrite>(count, first, K, inner + ldk, pair, 1, tiles.turned, ldc, mix, ldc);
+      if (with_q) Multiply<Into::kOverwrite>(count, first, K, inner, pair, 1, tiles.transposed, ldc, read, ldc);
+      Multiply<Into::kOverwrite>(count, first, K, inner + ldk, pair, 1, tiles.transposed, ldc, mix, ldc);
     }
     if (count < kSubBlock) ClearTile<Acc>(K, kSubBlock, tiles.running, kSubBlock);
-    LoadTile<Acc>(K, count, tiles.k_turned + first, ldc, tiles.running, kSubBlock);
+    LoadTile<Acc>(K, count, tiles.k_transposed + first, ldc, tiles.running, kSubBlock);
     const Acc* q = tiles.rows + first * pair;
     const Acc* step = tiles.step + first * ldk;
     if (with_q) {

@@ -131,8 +131,8 @@ template <class Acc>
 inline void GateParameterGradients(const KdaBackward& args, int64_t hv) {
   const KdaInputs& in = args.in;
   const int64_t HV = in.value_heads, K = in.key_dim, tokens = in.packing.end();
-  SumTokens<Acc>(tokens, 1, static_cast<const Acc*>(args.d_rates) + hv, HV, static_cast<Acc*>(args.d_a_log) + hv);
-  if (args.d_dt_bias == nullptr) return;
+  SumTokens<Acc>(tokens, 1, static_cast<const Acc*>(args.d_rates) + hv, HV, static_cast<Acc*>(args.da_log) + hv);
+  if (args.ddt_bias == nullptr) return;
   SumTokens<Acc>(tokens, K, static_cast<const Acc*>(args.dg) + hv * K, HV * K,
-                 static_cast<Acc*>(args.d_dt_bias) + hv * K);
+                 static_cast<Acc*>(args.ddt_bias) + hv * K);
 }

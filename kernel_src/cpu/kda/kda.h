@@ -19,9 +19,9 @@ struct KdaInputs : DeltaInputs {
 using KdaForward = DeltaForward<KdaInputs>;
 
 struct KdaBackward : DeltaBackward<KdaInputs> {
-  void* d_a_log;    // Acc [HV], null without a_log
-  void* d_dt_bias;  // Acc [HV, K], null without dt_bias
-  void* d_rates;    // Acc [T, HV]: what each token gives to d_a_log; set by the entry point, null before
+  void* da_log;    // Acc [HV], null without a_log
+  void* ddt_bias;  // Acc [HV, K], null without dt_bias
+  void* d_rates;   // Acc [T, HV]: what each token gives to da_log; set by the entry point, null before
 };
 
 // Sequences run chunk by chunk; any number of tokens.

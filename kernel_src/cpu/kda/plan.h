@@ -28,7 +28,7 @@ struct KdaChunkTiles : DeltaChunkTiles<Acc> {
   Acc* inner_rows;  // [2 * kChunk, ldk]: rows times inner
   Acc* start_rows;  // [2 * kChunk, ldk]: rows times from_start
   Acc* mark_rows;   // [kMarkRows, ldk]: rows of k times to_mark
-  Acc* turned;      // [K, ldc]: mark_rows of one mark transposed
+  Acc* transposed;  // [K, ldc]: mark_rows of one mark transposed
   Acc* running;     // [K, kSubBlock]: keys of a sub-block, decayed to the present token, transposed
   Acc* mix;         // [kChunk, ldc] lower: k_i . k_j decayed from j to i, 0 on the diagonal
 
@@ -42,7 +42,7 @@ struct KdaChunkTiles : DeltaChunkTiles<Acc> {
         inner_rows(pieces.Take(2 * kChunk * plan.ldk)),
         start_rows(pieces.Take(2 * kChunk * plan.ldk)),
         mark_rows(pieces.Take(kMarkRows * plan.ldk)),
-        turned(pieces.Take(plan.key_dim * plan.ldc)),
+        transposed(pieces.Take(plan.key_dim * plan.ldc)),
         running(pieces.Take(plan.key_dim * kSubBlock)),
         mix(pieces.Take(kChunk * plan.ldc)) {}
 };

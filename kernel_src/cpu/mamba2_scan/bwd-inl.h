@@ -10,7 +10,7 @@ inline void GateGradients(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
   const Mamba2ScanInputs& in = args.in;
   const int64_t P = plan.head_dim, at = (begin * in.heads + h) * P, stride = in.heads * P;
   const Elem* z = static_cast<const Elem*>(in.z) + begin * in.z_token + h * in.z_head;
-  const Elem* d_y = static_cast<const Elem*>(args.d_y) + at;
+  const Elem* d_y = static_cast<const Elem*>(args.dy) + at;
   Elem* dz = static_cast<Elem*>(args.dz) + at;
   for (int64_t i = 0; i < c; ++i) {
     for (int64_t p = 0; p < P; p += L) {
@@ -96,11 +96,11 @@ inline void StoreStepGradients(const Mamba2ScanBackward& args, int64_t begin, in
   *d_bias += sum_bias;
 }
 
-// One chunk of one head. `state_turned` is the state before it, or null for 0; d_state the gradient of the state after
-// it, which is 0 if not `has_after`, and becomes that of the state before it if `wants_before`.
+// One chunk of one head. `state_transposed` is the state before it, or null for 0; d_state the gradient of the state
+// after it, which is 0 if not `has_after`, and becomes that of the state before it if `wants_before`.
 template <class Elem, class Acc>
 inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& plan, int64_t begin, int64_t c,
-                          int64_t h, const Acc* state_turned, Acc* d_state, bool has_after, bool wants_before,
+                          int64_t h, const Acc* state_transposed, Acc* d_state, bool has_after, bool wants_before,
                           const Mamba2BackwardTiles<Acc>& tiles, double* d_d) {
   const Mamba2ScanInputs& in = args.in;
   const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
@@ -110,16 +110,16 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
   Acc* d_out = chunk.y_rows;
   LoadTile<Acc>(c, P, x, in.x_token, chunk.x_rows, ldp);
   if (in.z != nullptr) {
-    if (state_turned != nullptr) LoadTileTransposed<Acc>(P, S, state_turned, lds, tiles.state, ldp);
-    ReadChunk<Acc>(in, plan, c, h, state_turned == nullptr ? nullptr : tiles.state, chunk);
+    if (state_transposed != nullptr) LoadTileTransposed<Acc>(P, S, state_transposed, lds, tiles.state, ldp);
+    ReadChunk<Acc>(in, plan, c, h, state_transposed == nullptr ? nullptr : tiles.state, chunk);
     GateGradients<Elem, Acc>(args, plan, begin, c, h, d_out);
   } else {
-    LoadTile<Acc>(c, P, static_cast<const Elem*>(args.d_y) + at, in.heads * P, d_out, ldp);
+    LoadTile<Acc>(c, P, static_cast<const Elem*>(args.dy) + at, in.heads * P, d_out, ldp);
   }
 
   // Inside the chunk: d_read_ij = d_out_i . x_j, dx_j = sum over i of read_ij d_out_i.
-  LoadTileTransposed<Acc>(c, P, chunk.x_rows, ldp, tiles.x_turned, ldc);
-  MultiplyToLower<Into::kOverwrite>(c, P, d_out, ldp, tiles.x_turned, ldc, tiles.pairs, ldc);
+  LoadTileTransposed<Acc>(c, P, chunk.x_rows, ldp, tiles.x_transposed, ldc);
+  MultiplyToLower<Into::kOverwrite>(c, P, d_out, ldp, tiles.x_transposed, ldc, tiles.pairs, ldc);
   MultiplyLowerTransposed<Into::kOverwrite>(c, P, chunk.read, ldc, d_out, ldp, tiles.d_x, ldp);
   SplitReadGradients<Acc>(plan, c, tiles);
   if (in.d != nullptr) {
@@ -132,7 +132,7 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
   for (int64_t j = 0; j < kChunk; ++j) tiles.d_to_end[j] = 0;
   if (has_after) {
     Multiply<Into::kOverwrite>(c, P, S, chunk.b_rows, lds, 1, d_state, ldp, tiles.from_end, ldp);
-    LoadTileTransposed<Acc>(S, P, d_state, ldp, tiles.d_state_turned, lds);
+    LoadTileTransposed<Acc>(S, P, d_state, ldp, tiles.d_state_transposed, lds);
     for (int64_t j = 0; j < c; ++j) {
       const Acc along = to_end[j] * RowDot<Acc>(P, chunk.x_rows + j * ldp, tiles.from_end + j * ldp);
       const Acc weight = to_end[j] * chunk.step[j];
@@ -141,10 +141,10 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
       AddScaledRow<Acc>(P, weight, tiles.from_end + j * ldp, tiles.d_x + j * ldp);
       ScaleRow<Acc>(P, weight, chunk.x_rows + j * ldp);
     }
-    Multiply<Into::kAdd>(c, S, P, chunk.x_rows, ldp, 1, tiles.d_state_turned, lds, tiles.d_b, lds);
-    if (state_turned != nullptr) {
+    Multiply<Into::kAdd>(c, S, P, chunk.x_rows, ldp, 1, tiles.d_state_transposed, lds, tiles.d_b, lds);
+    if (state_transposed != nullptr) {
       for (int64_t r = 0; r < P; ++r) {
-        d_over_chunk += RowDot<Acc>(S, state_turned + r * lds, tiles.d_state_turned + r * lds);
+        d_over_chunk += RowDot<Acc>(S, state_transposed + r * lds, tiles.d_state_transposed + r * lds);
       }
       d_over_chunk *= chunk.from_start[c - 1];
     }
@@ -154,8 +154,8 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
   // Through the state before it: dC_i += from_start_i state d_out_i.
   for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(P, chunk.from_start[i], d_out + i * ldp);
   for (int64_t i = 0; i < kChunk; ++i) tiles.d_from_start[i] = 0;
-  if (state_turned != nullptr) {
-    Multiply<Into::kOverwrite>(c, S, P, d_out, ldp, 1, state_turned, lds, tiles.part, lds);
+  if (state_transposed != nullptr) {
+    Multiply<Into::kOverwrite>(c, S, P, d_out, ldp, 1, state_transposed, lds, tiles.part, lds);
     for (int64_t i = 0; i < c; ++i) {
       tiles.d_from_start[i] = RowDot<Acc>(S, chunk.c_rows + i * lds, tiles.part + i * lds);
       AddScaledRow<Acc>(S, Acc(1), tiles.part + i * lds, tiles.d_c + i * lds);
@@ -216,7 +216,7 @@ struct Mamba2BackwardPass {
     const Mamba2ScanInputs& in = args.in;
     const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
     const int64_t P = plan.head_dim, S = plan.state_dim, h = heads.first + j;
-    Acc* state = tiles.running + j * plan.state_turned;
+    Acc* state = tiles.running + j * plan.state_transposed;
     LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
     ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
     LoadTile<Acc>(c, P, static_cast<const Elem*>(in.x) + begin * in.x_token + h * in.x_head, in.x_token, chunk.x_rows,
@@ -232,15 +232,15 @@ struct Mamba2BackwardPass {
     const Chunk span(in.packing, n, index);
     const int64_t begin = span.begin, c = span.count;
     const bool from_zero = index == 0 && in.initial_state == nullptr;
-    const bool has_after = index + 1 < tiles.segments.chunks || args.d_final_state != nullptr;
-    const bool wants_before = index > 0 || args.d_initial_state != nullptr;
+    const bool has_after = index + 1 < tiles.segments.chunks || args.dfinal_state != nullptr;
+    const bool wants_before = index > 0 || args.dinitial_state != nullptr;
     LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, true, chunk);
     ClearTile<Acc>(c, c, tiles.d_cb, plan.ldc);
     ClearTile<Acc>(c, plan.state_dim, tiles.d_b, plan.lds);
     ClearTile<Acc>(c, plan.state_dim, tiles.d_c, plan.lds);
     for (int64_t j = 0; j < heads.count; ++j) {
       const int64_t h = heads.first + j;
-      const Acc* state = tiles.kept + slot * plan.kept + j * plan.state_turned;
+      const Acc* state = tiles.kept + slot * plan.kept + j * plan.state_transposed;
       LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
       ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
       WeighReads<Acc>(plan, c, chunk);
@@ -268,9 +268,9 @@ inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartial
 
   for (int64_t j = 0; j < heads.count; ++j) {
     Acc* d_state = tiles.d_states + j * plan.state;
-    Acc* state = tiles.running + j * plan.state_turned;
-    if (args.d_final_state != nullptr) {
-      LoadTileTransposed<Acc>(P, S, static_cast<const Acc*>(args.d_final_state) + caller_states + j * P * S, S, d_state,
+    Acc* state = tiles.running + j * plan.state_transposed;
+    if (args.dfinal_state != nullptr) {
+      LoadTileTransposed<Acc>(P, S, static_cast<const Acc*>(args.dfinal_state) + caller_states + j * P * S, S, d_state,
                               plan.ldp);
     } else {
       ClearTile<Acc>(S, P, d_state, plan.ldp);
@@ -288,11 +288,11 @@ inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartial
   }
   WalkBackward<Acc>(tiles.segments, plan.kept, tiles.running, tiles.checkpoints,
                     Mamba2BackwardPass<Elem, Acc>{args, partials, plan, heads, n, row, block, tiles});
-  if (args.d_initial_state == nullptr) return;
+  if (args.dinitial_state == nullptr) return;
   for (int64_t j = 0; j < heads.count; ++j) {
-    LoadTileTransposed<Acc>(S, P, tiles.d_states + j * plan.state, plan.ldp, tiles.d_state_turned, plan.lds);
-    StoreTile<Acc>(P, S, tiles.d_state_turned, plan.lds,
-                   static_cast<Acc*>(args.d_initial_state) + caller_states + j * P * S, S);
+    LoadTileTransposed<Acc>(S, P, tiles.d_states + j * plan.state, plan.ldp, tiles.d_state_transposed, plan.lds);
+    StoreTile<Acc>(P, S, tiles.d_state_transposed, plan.lds,
+                   static_cast<Acc*>(args.dinitial_state) + caller_states + j * P * S, S);
   }
 }
 

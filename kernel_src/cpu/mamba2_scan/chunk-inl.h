@@ -10,8 +10,8 @@ inline void LoadGroup(const Mamba2ScanInputs& in, const Mamba2ScanPlan& plan, in
   if (!with_c) return;
   const Elem* c_rows = static_cast<const Elem*>(in.c) + begin * in.c_token + group * in.c_group;
   LoadTile<Acc>(c, plan.state_dim, c_rows, in.c_token, tiles.c_rows, plan.lds);
-  LoadTileTransposed<Acc>(c, plan.state_dim, tiles.b_rows, plan.lds, tiles.b_turned, plan.ldc);
-  MultiplyToLower<Into::kOverwrite>(c, plan.state_dim, tiles.c_rows, plan.lds, tiles.b_turned, plan.ldc, tiles.cb,
+  LoadTileTransposed<Acc>(c, plan.state_dim, tiles.b_rows, plan.lds, tiles.b_transposed, plan.ldc);
+  MultiplyToLower<Into::kOverwrite>(c, plan.state_dim, tiles.c_rows, plan.lds, tiles.b_transposed, plan.ldc, tiles.cb,
                                     plan.ldc);
 }
 

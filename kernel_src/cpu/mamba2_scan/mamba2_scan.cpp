@@ -77,7 +77,7 @@ void Mamba2ScanBackwardCpu(Tier tier, const Mamba2ScanBackward& args) {
                                     unit_sums == 0 ? nullptr : static_cast<char*>(by_unit.get()) + unit_sums};
 
   ForEachSequenceHead(
-      packing, plan.blocks, args.d_initial_state,
+      packing, plan.blocks, args.dinitial_state,
       ScratchBytes<Mamba2BackwardTiles>(dtype, plan, LongestSequence(packing)),
       [&](int64_t n, int64_t block, void* scratch) { kernels.backward(args, partials, n, slots[n], block, scratch); });
 

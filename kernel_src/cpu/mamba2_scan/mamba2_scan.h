@@ -44,17 +44,17 @@ struct Mamba2ScanForward {
 
 struct Mamba2ScanBackward {
   Mamba2ScanInputs in;
-  const void* d_y;            // Elem [T, H, P], contiguous
-  const void* d_final_state;  // Acc [N, H, P, S], contiguous, or null for zeros
-  void* dx;                   // Elem [T, H, P]
-  void* ddt;                  // Acc [T, H]
-  void* da;                   // Acc [H]
-  void* db;                   // Elem [T, G, S]
-  void* dc;                   // Elem [T, G, S]
-  void* dd;                   // Acc [H, P] or null
-  void* dz;                   // Elem [T, H, P] or null
-  void* ddt_bias;             // Acc [H] or null
-  void* d_initial_state;      // Acc [N, H, P, S] or null
+  const void* dy;            // Elem [T, H, P], contiguous
+  const void* dfinal_state;  // Acc [N, H, P, S], contiguous, or null for zeros
+  void* dx;                  // Elem [T, H, P]
+  void* ddt;                 // Acc [T, H]
+  void* da;                  // Acc [H]
+  void* db;                  // Elem [T, G, S]
+  void* dc;                  // Elem [T, G, S]
+  void* dd;                  // Acc [H, P] or null
+  void* dz;                  // Elem [T, H, P] or null
+  void* ddt_bias;            // Acc [H] or null
+  void* dinitial_state;      // Acc [N, H, P, S] or null
 };
 
 void Mamba2ScanForwardCpu(Tier tier, const Mamba2ScanForward& args);

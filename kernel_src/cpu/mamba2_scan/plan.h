@@ -16,18 +16,18 @@ constexpr int64_t kHeadBlock = 4;
 
 // Sizes that all tiles of one call share, in elements of Acc.
 struct Mamba2ScanPlan {
-  int64_t group;         // heads of a group
-  int64_t block;         // heads of a unit, at most
-  int64_t group_blocks;  // units of a group
-  int64_t blocks;        // units of a sequence
-  int64_t head_dim;      // P
-  int64_t state_dim;     // S
-  int64_t ldp;           // row of a tile with P columns
-  int64_t lds;           // row of a tile with S columns
-  int64_t ldc;           // row of a tile with kChunk columns
-  int64_t state;         // a state transposed: [S, ldp]
-  int64_t state_turned;  // a state as the caller has it: [P, lds]
-  int64_t kept;          // what the backward pass keeps of a chunk
+  int64_t group;             // heads of a group
+  int64_t block;             // heads of a unit, at most
+  int64_t group_blocks;      // units of a group
+  int64_t blocks;            // units of a sequence
+  int64_t head_dim;          // P
+  int64_t state_dim;         // S
+  int64_t ldp;               // row of a tile with P columns
+  int64_t lds;               // row of a tile with S columns
+  int64_t ldc;               // row of a tile with kChunk columns
+  int64_t state;             // a state transposed: [S, ldp]
+  int64_t state_transposed;  // a state as the caller has it: [P, lds]
+  int64_t kept;              // what the backward pass keeps of a chunk
 
   explicit Mamba2ScanPlan(const Mamba2ScanInputs& in)
       : group(in.heads / in.groups),
@@ -40,8 +40,8 @@ struct Mamba2ScanPlan {
         lds(TileStride(in.state_dim)),
         ldc(TileStride(kChunk)),
         state(in.state_dim * ldp),
-        state_turned(in.head_dim * lds),
-        kept(block * state_turned) {}
+        state_transposed(in.head_dim * lds),
+        kept(block * state_transposed) {}
 };
 
 // The heads of a unit.
@@ -59,23 +59,23 @@ struct HeadBlock {
 // What one chunk of c tokens needs in both directions. Lower tiles are those of chunked/triangular-inl.h.
 template <class Acc>
 struct Mamba2ChunkTiles {
-  Acc* b_rows;      // [kChunk, lds]
-  Acc* c_rows;      // [kChunk, lds]
-  Acc* b_turned;    // [S, ldc]
-  Acc* cb;          // [kChunk, ldc] lower: C_i . B_j
-  Acc* decay;       // [kChunk, ldc] lower: decay from j to i
-  Acc* read;        // [kChunk, ldc] lower: how much of x_j token i reads
-  Acc* from_start;  // [kChunk]: decay from the chunk's start
-  Acc* step;        // [kChunk]: step sizes, 0 behind the last token
-  Acc* log_decay;   // [kChunk]
-  Acc* exponents;   // [kChunk]
-  Acc* x_rows;      // [kChunk, ldp]
-  Acc* y_rows;      // [kChunk, ldp]
+  Acc* b_rows;        // [kChunk, lds]
+  Acc* c_rows;        // [kChunk, lds]
+  Acc* b_transposed;  // [S, ldc]
+  Acc* cb;            // [kChunk, ldc] lower: C_i . B_j
+  Acc* decay;         // [kChunk, ldc] lower: decay from j to i
+  Acc* read;          // [kChunk, ldc] lower: how much of x_j token i reads
+  Acc* from_start;    // [kChunk]: decay from the chunk's start
+  Acc* step;          // [kChunk]: step sizes, 0 behind the last token
+  Acc* log_decay;     // [kChunk]
+  Acc* exponents;     // [kChunk]
+  Acc* x_rows;        // [kChunk, ldp]
+  Acc* y_rows;        // [kChunk, ldp]
 
   Mamba2ChunkTiles(const Mamba2ScanPlan& plan, Pieces<Acc>& pieces)
       : b_rows(pieces.Take(kChunk * plan.lds)),
         c_rows(pieces.Take(kChunk * plan.lds)),
-        b_turned(pieces.Take(plan.state_dim * plan.ldc)),
+        b_transposed(pieces.Take(plan.state_dim * plan.ldc)),
         cb(pieces.Take(kChunk * plan.ldc)),
         decay(pieces.Take(kChunk * plan.ldc)),
         read(pieces.Take(kChunk * plan.ldc)),
@@ -100,35 +100,35 @@ template <class Acc>
 struct Mamba2BackwardTiles {
   SegmentPlan segments;
   Mamba2ChunkTiles<Acc> chunk;
-  Acc* running;         // [block, P, lds]: states of the recomputation
-  Acc* checkpoints;     // [segments, block, P, lds]: states at the segments' starts
-  Acc* kept;            // [per_segment, block, P, lds]: states at the chunks' starts
-  Acc* state;           // [S, ldp]: a kept state transposed
-  Acc* d_states;        // [block, S, ldp]
-  Acc* d_state_turned;  // [P, lds]
-  Acc* x_turned;        // [P, ldc]
-  Acc* pairs;           // [kChunk, ldc] lower: gradients of `read`, then of the exponents of `decay`
-  Acc* d_cb;            // [kChunk, ldc] lower, summed over the unit's heads
-  Acc* d_b;             // [kChunk, lds], summed over the unit's heads
-  Acc* d_c;             // [kChunk, lds], summed over the unit's heads
-  Acc* part;            // [kChunk, lds]: what reaches C through the state before the chunk
-  Acc* d_x;             // [kChunk, ldp]
-  Acc* from_end;        // [kChunk, ldp]: what reaches x through the state after the chunk
-  Acc* d_from_start;    // [kChunk]: gradients of the exponents
-  Acc* d_to_end;        // [kChunk]
-  Acc* d_step;          // [kChunk]
-  Acc* d_log_decay;     // [kChunk]
+  Acc* running;             // [block, P, lds]: states of the recomputation
+  Acc* checkpoints;         // [segments, block, P, lds]: states at the segments' starts
+  Acc* kept;                // [per_segment, block, P, lds]: states at the chunks' starts
+  Acc* state;               // [S, ldp]: a kept state transposed
+  Acc* d_states;            // [block, S, ldp]
+  Acc* d_state_transposed;  // [P, lds]
+  Acc* x_transposed;        // [P, ldc]
+  Acc* pairs;               // [kChunk, ldc] lower: gradients of `read`, then of the exponents of `decay`
+  Acc* d_cb;                // [kChunk, ldc] lower, summed over the unit's heads
+  Acc* d_b;                 // [kChunk, lds], summed over the unit's heads
+  Acc* d_c;                 // [kChunk, lds], summed over the unit's heads
+  Acc* part;                // [kChunk, lds]: what reaches C through the state before the chunk
+  Acc* d_x;                 // [kChunk, ldp]
+  Acc* from_end;            // [kChunk, ldp]: what reaches x through the state after the chunk
+  Acc* d_from_start;        // [kChunk]: gradients of the exponents
+  Acc* d_to_end;            // [kChunk]
+  Acc* d_step;              // [kChunk]
+  Acc* d_log_decay;         // [kChunk]
 
   Mamba2BackwardTiles(const Mamba2ScanPlan& plan, int64_t length, Pieces<Acc>& pieces)
       : segments(plan.kept * static_cast<int64_t>(sizeof(Acc)), length),
         chunk(plan, pieces),
-        running(pieces.Take(plan.block * plan.state_turned)),
-        checkpoints(pieces.Take(segments.segments * plan.block * plan.state_turned)),
+        running(pieces.Take(plan.block * plan.state_transposed)),
+        checkpoints(pieces.Take(segments.segments * plan.block * plan.state_transposed)),
         kept(pieces.Take(segments.per_segment * plan.kept)),
         state(pieces.Take(plan.state)),
         d_states(pieces.Take(plan.block * plan.state)),
-        d_state_turned(pieces.Take(plan.state_turned)),
-        x_turned(pieces.Take(plan.head_dim * plan.ldc)),
+        d_state_transposed(pieces.Take(plan.state_transposed)),
+        x_transposed(pieces.Take(plan.head_dim * plan.ldc)),
         pairs(pieces.Take(kChunk * plan.ldc)),
         d_cb(pieces.Take(kChunk * plan.ldc)),
         d_b(pieces.Take(kChunk * plan.lds)),

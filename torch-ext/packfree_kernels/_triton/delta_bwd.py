@@ -1,4 +1,4 @@
-"""The delta rules in chunks, backward: what _triton/delta.py does, in reverse. Names of gradients begin with d_."""
+"""The delta rules in chunks, backward: what _triton/delta.py does, in reverse. Gradients of tiles begin with d_."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -27,7 +27,7 @@ from .launch import launch, padded
 
 @triton.jit
 def _read_back(
-    read, d_o, cu_seqlens, items, count, d_written, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    read, dout, cu_seqlens, items, count, d_written, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """P^T dO, the part of the gradient of B Z that no state has to do with, a chunk and BV columns at a time."""
@@ -38,15 +38,15 @@ def _read_back(
         value = item % columns * BV + tl.arange(0, BV)
         here = first + j < eos
         pairs = tl.trans(load_heads(read, first, here, hv, HV, j, C))
-        d_out = load_heads(d_o, first, here, hv, HV, value, V)
+        d_out = load_heads(dout, first, here, hv, HV, value, V)
         store_heads(d_written, first, here, hv, HV, value, V, tl.dot(pairs, d_out, input_precision=PRECISION))
 
 
 @triton.jit
 def _walk_back(
     q_start, q_factors, q_token, q_head, k_start, start_factors, start_token, start_head, k_end, end_factors, end_token,
-    end_head, over, solve_back, d_o, d_written, beta, cu_seqlens, order, sequences, d_final_state, d_states, d_right,
-    d_initial_state, HV: tl.constexpr, ROW_GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    end_head, over, solve_back, dout, d_written, beta, cu_seqlens, order, sequences, dfinal_state, d_states, d_right,
+    dinitial_state, HV: tl.constexpr, ROW_GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a sequence's states in BV columns of one value head, from the last chunk back:
@@ -62,7 +62,7 @@ def _walk_back(
         value = item % columns * BV + tl.arange(0, BV)
         bos = tl.load(cu_seqlens + n).to(tl.int64)
         eos = tl.load(cu_seqlens + n + 1).to(tl.int64)
-        d_state = load_states(d_final_state, n, hv, HV, K, value, V, BK)
+        d_state = load_states(dfinal_state, n, hv, HV, K, value, V, BK)
         chunks = (eos - bos + C - 1) // C
         for back in tl.range(1, chunks + 1, disable_licm=True):
             first = bos + (chunks - back) * C
@@ -78,7 +78,7 @@ def _walk_back(
             d_z = tl.dot(inverse, by_written, input_precision=PRECISION)
             store_heads(d_right, first, here, hv, HV, value, V, d_z)
             d_z *= -load_head(beta, first, here, hv, HV)[:, None]
-            d_out = load_heads(d_o, first, here, hv, HV, value, V)
+            d_out = load_heads(dout, first, here, hv, HV, value, V)
             before = ()
             for row in tl.static_range(0, K, BK):
                 k = row + tl.arange(0, BK)
@@ -88,13 +88,13 @@ def _walk_back(
                 rows = load_rows(q_start, q_factors, q_token, q_head, first, here, head, hv, HV, k, K)
                 before += (tl.dot(tl.trans(rows), d_out, kept, input_precision=PRECISION),)
             d_state = before
-        if d_initial_state is not None:
-            store_states(d_initial_state, n, hv, HV, K, value, V, BK, d_state)
+        if dinitial_state is not None:
+            store_states(dinitial_state, n, hv, HV, K, value, V, BK, d_state)
 
 
 @triton.jit
 def _pair_gradients(
-    d_o, d_right, corrections, beta, cu_seqlens, items, count, d_read, d_mix, d_beta, d_v, HV: tl.constexpr,
+    dout, d_right, corrections, beta, cu_seqlens, items, count, d_read, d_mix, dbeta, dv, HV: tl.constexpr,
     V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dP = dO X^T, dM = -dV X^T, dbeta_i = dR_i . Z_i, dV = B dR, where X = B Z, a chunk and value head at a time."""
@@ -112,20 +112,20 @@ def _pair_gradients(
             z = load_heads(corrections, first, here, hv, HV, value, V)
             by_beta += tl.sum(d_z * z, 1)
             d_z *= strength[:, None]
-            store_heads(d_v, first, here, hv, HV, value, V, d_z)
+            store_heads(dv, first, here, hv, HV, value, V, d_z)
             written = tl.trans(z * strength[:, None])
-            d_out = load_heads(d_o, first, here, hv, HV, value, V)
+            d_out = load_heads(dout, first, here, hv, HV, value, V)
             by_read = tl.dot(d_out, written, by_read, input_precision=PRECISION)
             by_mix -= tl.dot(d_z, written, input_precision=PRECISION)
         i = j[:, None] + zero
         store_heads(d_read, first, here, hv, HV, j, C, tl.where(i >= j[None, :], by_read, 0.0))
         store_heads(d_mix, first, here, hv, HV, j, C, tl.where(i > j[None, :], by_mix, 0.0))
-        store_head(d_beta, first, here, hv, HV, by_beta)
+        store_head(dbeta, first, here, hv, HV, by_beta)
 
 
 @triton.jit
 def _row_gradients(
-    d_o, d_right, corrections, beta, over, initial_state, states, d_final_state, d_states, cu_seqlens, items, count,
+    dout, d_right, corrections, beta, over, initial_state, states, dfinal_state, d_states, cu_seqlens, items, count,
     d_q_start, d_k_start, d_k_end, d_over, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, PER_CHANNEL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -147,11 +147,11 @@ def _row_gradients(
                 value = at + tl.arange(0, BV)
                 state = load_state(initial_state, states, n, first > bos, first // C, hv, HV, k, K, value, V)
                 d_state = load_state(
-                    d_final_state, d_states, n, first + C < eos, first // C + 1, hv, HV, k, K, value, V
+                    dfinal_state, d_states, n, first + C < eos, first // C + 1, hv, HV, k, K, value, V
                 )
                 by_over += tl.sum(state * d_state, 1)
                 state = tl.trans(state)
-                d_out = load_heads(d_o, first, here, hv, HV, value, V)
+                d_out = load_heads(dout, first, here, hv, HV, value, V)
                 by_q = tl.dot(d_out, state, by_q, input_precision=PRECISION)
                 d_z = load_heads(d_right, first, here, hv, HV, value, V) * strength
                 by_start -= tl.dot(d_z, state, input_precision=PRECISION)
@@ -232,8 +232,8 @@ class Gradients:
 def backward(
     sizes: Sizes,
     prepared: Prepared,
-    d_o: Tensor,
-    d_final_state: Optional[Tensor],
+    dout: Tensor,
+    dfinal_state: Optional[Tensor],
     v: Tensor,
     beta: Tensor,
     cu_seqlens: Tensor,
@@ -246,30 +246,30 @@ def backward(
     columns = dict(BV=16, num_stages=1)
     square = dict(HV=sizes.value_heads, V=sizes.value_dim, C=sizes.chunk, PRECISION=sizes.precision)
     programs = sizes.chunk_programs(v, sizes.value_heads)
-    launch(_read_back, programs, prepared.read, d_o, *blocks, d_written, **square, **columns, num_warps=4)
-    d_initial_state = None if initial_state is None else states_or(d_final_state, sizes.state_shape, v)
+    launch(_read_back, programs, prepared.read, dout, *blocks, d_written, **square, **columns, num_warps=4)
+    dinitial_state = None if initial_state is None else states_or(dfinal_state, sizes.state_shape, v)
     per_channel = prepared.over.dim() == 3
     launch(
         _walk_back, sizes.walk_programs(v), *prepared.q_start.arguments, *prepared.k_start.arguments,
-        *prepared.k_end.arguments, prepared.over, prepared.solve_back, d_o, d_written, beta, cu_seqlens,
-        sizes.order, sizes.sequences, d_final_state, d_states, d_right, d_initial_state,
+        *prepared.k_end.arguments, prepared.over, prepared.solve_back, dout, d_written, beta, cu_seqlens,
+        sizes.order, sizes.sequences, dfinal_state, d_states, d_right, dinitial_state,
         **sizes.walk_back_constants, ROW_GROUP=prepared.q_start.group, PER_CHANNEL=per_channel,
     )  # fmt: skip
     d_read, d_mix = torch.empty_like(prepared.read), torch.empty_like(prepared.read)
-    d_beta, d_v = torch.zeros_like(beta), v.new_zeros(v.shape)
+    dbeta, dv = torch.zeros_like(beta), v.new_zeros(v.shape)
     launch(
-        _pair_gradients, programs, d_o, d_right, corrections, beta, *blocks, d_read, d_mix, d_beta, d_v, **square,
+        _pair_gradients, programs, dout, d_right, corrections, beta, *blocks, d_read, d_mix, dbeta, dv, **square,
         **columns, num_warps=sizes.chunk // 8,
     )  # fmt: skip
     shape = (*beta.shape, sizes.key_dim)
     d_q_start, d_k_start, d_k_end = (beta.new_empty(shape) for _ in range(3))
     d_over = torch.empty_like(prepared.over)
     launch(
-        _row_gradients, programs, d_o, d_right, corrections, beta, prepared.over, initial_state, states, d_final_state,
+        _row_gradients, programs, dout, d_right, corrections, beta, prepared.over, initial_state, states, dfinal_state,
         d_states, *blocks, d_q_start, d_k_start, d_k_end, d_over, **sizes.constants, **columns,
         PER_CHANNEL=per_channel, num_warps=8,
     )  # fmt: skip
-    return Gradients(d_read, d_mix, d_q_start, d_k_start, d_k_end, d_over, d_v, d_beta, d_initial_state)
+    return Gradients(d_read, d_mix, d_q_start, d_k_start, d_k_end, d_over, dv, dbeta, dinitial_state)
 
 
 def finish_rows(

@@ -40,7 +40,7 @@ torch.library.register_fake(add_op_namespace_prefix("gated_delta_rule_recurrent_
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_delta_rule_bwd"))
 def _bwd_fake(
-    do: Tensor,
+    dout: Tensor,
     dfinal_state: Optional[Tensor],
     q: Tensor,
     k: Tensor,

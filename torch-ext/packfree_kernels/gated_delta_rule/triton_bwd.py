@@ -82,7 +82,7 @@ def _row_and_decay_gradients(
 
 
 def gated_delta_rule_bwd(
-    do: Tensor,
+    dout: Tensor,
     dfinal_state: Optional[Tensor],
     q: Tensor,
     k: Tensor,
@@ -96,10 +96,10 @@ def gated_delta_rule_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of this name; see bindings/gated_delta_rule.cpp."""
     q, k, v = serves("gated_delta_rule_bwd", q, k, v)
-    do, g, beta, dfinal_state, initial_state = dense(do, g, beta, dfinal_state, initial_state)
+    dout, g, beta, dfinal_state, initial_state = dense(dout, g, beta, dfinal_state, initial_state)
     sizes = Sizes.of(q, v, cu_seqlens)
     prepared = prepare(sizes, q, k, g, beta, cu_seqlens, scale, l2norm, for_backward=True)
-    d = backward(sizes, prepared, do, dfinal_state, v, beta, cu_seqlens, initial_state)
+    d = backward(sizes, prepared, dout, dfinal_state, v, beta, cu_seqlens, initial_state)
     programs, blocks = sizes.chunk_programs(q, sizes.value_heads), (cu_seqlens, sizes.blocks.items, sizes.blocks.count)
     d_qk, d_kk, d_pairs = torch.empty_like(d.read), torch.empty_like(d.mix), torch.empty_like(g)
     launch(

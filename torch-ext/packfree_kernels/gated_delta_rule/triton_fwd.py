@@ -27,9 +27,9 @@ def key_products(
         channel = at + tl.arange(0, BK)
         q_rows = load_rows(q, None, q_token, q_head, first, here, head, head, 1, channel, K)
         k_rows = load_rows(k, None, k_token, k_head, first, here, head, head, 1, channel, K)
-        turned = tl.trans(k_rows)
-        qk += tl.dot(q_rows, turned, input_precision=PRECISION)
-        kk += tl.dot(k_rows, turned, input_precision=PRECISION)
+        transposed = tl.trans(k_rows)
+        qk += tl.dot(q_rows, transposed, input_precision=PRECISION)
+        kk += tl.dot(k_rows, transposed, input_precision=PRECISION)
         q_square += tl.sum(q_rows * q_rows, 1)
         k_square += tl.sum(k_rows * k_rows, 1)
     q_factor = tl.zeros((C,), tl.float32) + scale

@@ -39,7 +39,7 @@ torch.library.register_fake(add_op_namespace_prefix("kda_recurrent_fwd"))(_fwd_f
 
 @torch.library.register_fake(add_op_namespace_prefix("kda_bwd"))
 def _bwd_fake(
-    do: Tensor,
+    dout: Tensor,
     dfinal_state: Optional[Tensor],
     q: Tensor,
     k: Tensor,

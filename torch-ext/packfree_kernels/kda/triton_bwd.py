@@ -88,7 +88,7 @@ def _side_gradients(
 
 
 def kda_bwd(
-    do: Tensor,
+    dout: Tensor,
     dfinal_state: Optional[Tensor],
     q: Tensor,
     k: Tensor,
@@ -105,12 +105,12 @@ def kda_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The op of this name; see bindings/kda.cpp."""
     q, k, v = serves("kda_bwd", q, k, v)
-    do, g, beta, a_log, dt_bias = dense(do, g, beta, a_log, dt_bias)
+    dout, g, beta, a_log, dt_bias = dense(dout, g, beta, a_log, dt_bias)
     dfinal_state, initial_state = dense(dfinal_state, initial_state)
     sizes = Sizes.of(q, v, cu_seqlens)
     log_decay = gated(sizes, g, a_log, dt_bias, lower_bound, cu_seqlens)
     prepared = prepare(sizes, q, k, log_decay, beta, cu_seqlens, scale, l2norm, for_backward=True)
-    d = backward(sizes, prepared, do, dfinal_state, v, beta, cu_seqlens, initial_state)
+    d = backward(sizes, prepared, dout, dfinal_state, v, beta, cu_seqlens, initial_state)
     d_q, d_k_by_read, d_k, dg_by_read = (torch.empty_like(g) for _ in range(4))
     d_log_decay = torch.zeros_like(g)
     keys = (k, k.stride(0), k.stride(1), prepared.k_factor)
@@ -126,8 +126,8 @@ def kda_bwd(
             **dict(sizes.constants, BK=16), H=sizes.key_heads, LEVELS=sizes.chunk.bit_length() - 1, num_warps=8,
             num_stages=1,
         )  # fmt: skip
-    dg, d_a_log, d_dt_bias = gate_gradients(sizes, g, a_log, dt_bias, lower_bound, cu_seqlens, d_log_decay)
+    dg, da_log, ddt_bias = gate_gradients(sizes, g, a_log, dt_bias, lower_bound, cu_seqlens, d_log_decay)
     dq = finish_rows(sizes, q, d_q, cu_seqlens, scale, l2norm)
     dk = finish_rows(sizes, k, d_k, cu_seqlens, 1.0, l2norm)
-    d_initial_state = g.new_empty((0,)) if d.initial_state is None else d.initial_state
-    return dq, dk, d.v, dg, d.beta, d_a_log, d_dt_bias, d_initial_state
+    dinitial_state = g.new_empty((0,)) if d.initial_state is None else d.initial_state
+    return dq, dk, d.v, dg, d.beta, da_log, ddt_bias, dinitial_state

@@ -62,14 +62,14 @@ def _bwd_fake(
 
 def _like_inputs(gradients: Dict[str, Tensor], arguments: Dict[str, Any]) -> Dict[str, Tensor]:
     """Axes in the order of the forward op's inputs."""
-    turned = dict(gradients)
+    permuted_back = dict(gradients)
     if arguments["channels_last"]:
         for name in ("u", "delta", "z") if arguments["z"] is not None else ("u", "delta"):
-            turned[name] = gradients[name].transpose(1, 2)
+            permuted_back[name] = gradients[name].transpose(1, 2)
     for name in ("B", "C"):
         if arguments[name].dim() == 4:
-            turned[name] = gradients[name].permute(0, 2, 3, 1)
-    return turned
+            permuted_back[name] = gradients[name].permute(0, 2, 3, 1)
+    return permuted_back
 
 
 differentiable("mamba1_scan", "selective_scan_fn", "final_states", "want_states", _like_inputs)

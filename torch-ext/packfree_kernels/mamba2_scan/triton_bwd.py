@@ -204,7 +204,7 @@ def _group_gradients(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _return_states_kernel(
-    dy, steps, C, z, cu_seqlens, d_final, order, walked, d_states, d_initial,
+    dy, steps, C, z, cu_seqlens, dfinal_state, order, walked, d_states, dinitial_state,
     tokens, c_token, c_group, z_token, z_head,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
     BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
@@ -225,11 +225,11 @@ def _return_states_kernel(
         bos = tl.load(cu_seqlens + n).to(tl.int64)
         eos = tl.load(cu_seqlens + n + 1).to(tl.int64)
         d_state = tl.zeros((BP, BS), tl.float32)
-        if d_final is not None:
-            d_state = load_state(d_final, n, True, h, p, s, H, P, S)
+        if dfinal_state is not None:
+            d_state = load_state(dfinal_state, n, True, h, p, s, H, P, S)
         chunks = tl.cdiv(eos - bos, CHUNK)
         # The gradient of the state before the first chunk only if somebody wants it.
-        for back in range(chunks - (1 if d_initial is None else 0)):
+        for back in range(chunks - (1 if dinitial_state is None else 0)):
             begin = bos + (chunks - 1 - back) * CHUNK
             token = begin + i
             here = token < eos
@@ -240,13 +240,13 @@ def _return_states_kernel(
             d_state *= over
             d_state = tl.dot(tl.trans(weighted), c, d_state, input_precision=PRECISION)
             store_state(d_states, slot_of(begin, CHUNK), d_state, begin > bos, h, p, s, H, P, S)
-        if d_initial is not None:
-            store_state(d_initial, n, d_state, True, h, p, s, H, P, S)
+        if dinitial_state is not None:
+            store_state(dinitial_state, n, d_state, True, h, p, s, H, P, S)
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def _channel_gradients_kernel(
-    dy, x, steps, A, B, C, D, z, cu_seqlens, initial_state, d_final, items, count, states, d_states,
+    dy, x, steps, A, B, C, D, z, cu_seqlens, initial_state, dfinal_state, items, count, states, d_states,
     dx, dz, d_skips, around, tokens, sequences,
     x_token, x_head, b_token, b_group, c_token, c_group, z_token, z_head,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
@@ -309,7 +309,8 @@ def _channel_gradients_kernel(
             for first in range(0, S, BS):
                 s = first + tl.arange(0, BS)
                 b = load_rows(B + g * b_group, token, here, s, b_token, S)
-                d_state = chunk_state(d_states, slot_of(begin + CHUNK, CHUNK), d_final, n, is_last, h, p, s, H, P, S)
+                after = slot_of(begin + CHUNK, CHUNK)
+                d_state = chunk_state(d_states, after, dfinal_state, n, is_last, h, p, s, H, P, S)
                 d_x = tl.dot(b, tl.trans(d_state), d_x, input_precision=PRECISION)
                 state = chunk_state(states, slot_of(begin, CHUNK), initial_state, n, index == 0, h, p, s, H, P, S)
                 d_over += tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
