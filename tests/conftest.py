@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 from tests.harness import tolerance  # noqa: E402
 from tests.harness.kernel import available_tiers, load_kernel  # noqa: E402
-from tests.other_transformers import admit_installed_kernels  # noqa: E402
+from tests.models.other_transformers import admit_installed_kernels  # noqa: E402
 
 admit_installed_kernels()
 

@@ -58,7 +58,7 @@ def train_packed(where: str) -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from tests.tiny_models import alone, build, check_packed_equals_alone, load, pack, run
+    from tests.models.tiny_models import alone, build, check_packed_equals_alone, load, pack, run
 
     for name in MODELS:
         check_packed_equals_alone(name, run(build(name, "eager").train(), alone()))

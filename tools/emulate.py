@@ -2,7 +2,7 @@
 
     python tools/emulate.py                          the verbs, the kernels' own tests, models trained packed and alone
     python tools/emulate.py --cpu neoverse-n1        on another of qemu's CPUs; this one has no bf16 instructions
-    python tools/emulate.py -- -m pytest tests/test_kda.py -q        what the emulated Python is to run instead
+    python tools/emulate.py -- -m pytest tests/ops/test_kda.py -q        what the emulated Python is to run instead
 
 Needs Debian's packages g++-aarch64-linux-gnu and qemu-user and says so where one is missing. Python and torch are
 fetched once into .toolkits/aarch64/ and installed nowhere: 0.3 GB, or 3 GB where only PyPI's torch, a CUDA build, is
@@ -145,7 +145,7 @@ def main() -> None:
     if options.arguments:
         steps = [("command", emulated(options.cpu, options.arguments), settings())]
     else:
-        verbs = [sys.executable, "-m", "pytest", "-q", "tests/test_simd.py", "-k", MACHINE]
+        verbs = [sys.executable, "-m", "pytest", "-q", "tests/cpp/test_simd.py", "-k", MACHINE]
         tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS, "-m", "kernels_ci"]
         steps = [
             ("verbs", verbs, {}),

@@ -38,7 +38,7 @@ EMULATED = ("Haswell", "Nehalem")
 # Kernels against their references, packed against alone, in whatever tiers the CPU has. The verbs' test is not among
 # them: what an emulated program starts, here a compiler and its program, runs on the real CPU.
 KERNEL_TESTS = [
-    f"tests/test_{name}.py"
+    f"tests/ops/test_{name}.py"
     for name in ("causal_conv1d", "flash_attn_varlen", "gated_delta_rule", "kda", "mamba1_scan", "mamba2_scan")
 ]
 

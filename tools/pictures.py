@@ -4,7 +4,7 @@
     python tools/pictures.py --png FOLDER    the same as PNG, to look at
 
 The speeds are those of benchmarks/results/cpu.json. A picture holds the digest of what it was drawn from, by which
-tests/test_docs.py notices that it is old. Letters are drawn as shapes, so a picture looks the same everywhere.
+tests/docs/test_docs.py notices that it is old. Letters are drawn as shapes, so a picture looks the same everywhere.
 """
 
 import argparse

@@ -7,10 +7,10 @@
 
 Every torch, every Python and every minor release of transformers that the package says it serves is run beside the
 pinned others, and so are the oldest of all with the oldest and the newest with the newest. Each runs what build/ holds,
-as the loader chooses it: a model loaded by the one string, the table of models (tests/models_table.py) and random
-packs (tests/test_random_packs.py). "not had" is a release that pip does not find for that Python. torch comes from
-PyPI, where it is a CUDA build on Linux; no GPU is needed. Environments lie in .toolkits/versions and are removed as
-they are done.
+as the loader chooses it: a model loaded by the one string, the table of models (tests/models/models_table.py) and
+random packs (tests/ops/test_random_packs.py). "not had" is a release that pip does not find for that Python. torch
+comes from PyPI, where it is a CUDA build on Linux; no GPU is needed. Environments lie in .toolkits/versions and are
+removed as they are done.
 """
 
 import argparse
@@ -201,8 +201,8 @@ def run(combination: Combination, python: Path, folder: Path) -> Row:
         row.loads = f"error: {last_line((PLACE / 'last.log').read_text())}"
         return row
     row.kernels = last_line(output_of("-c", "import kernels; print(kernels.__version__)"))
-    row.models = models_of(output_of("-m", "tests.models_table"))
-    counted = last_line(output_of("-m", "pytest", "-p", "no:cacheprovider", "tests/test_random_packs.py"))
+    row.models = models_of(output_of("-m", "tests.models.models_table"))
+    counted = last_line(output_of("-m", "pytest", "-p", "no:cacheprovider", "tests/ops/test_random_packs.py"))
     row.packs = re.sub(r"(, \d+ warnings?)? in .*", "", counted)
     row.minutes = round((time.monotonic() - start) / 60, 1)
     return row

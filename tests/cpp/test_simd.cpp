@@ -1,5 +1,5 @@
 // Checks the verbs of the SIMD layer in every tier this CPU has, against plain double arithmetic. Exits with the number
-// of failures. Compiled and run by tests/test_simd.py.
+// of failures. Compiled and run by tests/cpp/test_simd.py.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

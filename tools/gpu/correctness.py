@@ -71,8 +71,8 @@ def without_waiting(op: Any, pack: Any, dtype: torch.dtype, device: str) -> None
 
 def _checks(function: str, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     from tests.harness import properties
+    from tests.harness.ops import EXACT, WITH_PROJECTIONS
     from tests.harness.packings import Pack
-    from tests.ops import EXACT, WITH_PROJECTIONS
 
     # Sequences around the edges of chunks and tiles, one longer than several, empty ones and padding.
     edges = Pack("edges", (63, 1, 64, 65, 0, 127, 2), padding=3)
@@ -113,6 +113,6 @@ def check_function(function: str, dtype: str, device: str, seconds: float) -> Ou
 
 
 def functions() -> list[str]:
-    from tests.ops import EXACT, WITH_PROJECTIONS
+    from tests.harness.ops import EXACT, WITH_PROJECTIONS
 
     return [*EXACT, *WITH_PROJECTIONS]

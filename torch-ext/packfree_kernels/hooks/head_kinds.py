@@ -1,6 +1,6 @@
 """What each head of transformers reads of its row: known about the inside of transformers like ``internals.py``.
 
-Checked against transformers 5.22.2 by ``tests/test_hooks_heads.py``, which goes through all of its classes.
+Checked against transformers 5.22.2 by ``tests/hooks/test_hooks_heads.py``, which goes through all of its classes.
 """
 
 from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
