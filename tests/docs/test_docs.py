@@ -35,7 +35,7 @@ MADE_ELSEWHERE = {
 # Where the messages of other packages that the guide explains are written.
 OTHERS = {"kernels": "*.py", "transformers": "integrations/hub_kernels.py", "h11": "_headers.py"}
 # Where the paths in sentences begin.
-BASES = ["", "kernel_src", "kernel_src/cpu", "torch-ext", "torch-ext/packfree_kernels"]
+BASES = ["", "kernel_src", "kernel_src/cpu", "tests", "torch-ext", "torch-ext/packfree_kernels"]
 NAMED_PATH = re.compile(r"(?<![\w/.])(?:[\w.*-]+/)+[\w.*-]+\.(?:h|cpp|cuh|py|md|sh|json|png|svg|toml)\b")
 # Commands of consoles that are no part of the repository.
 USERS_PROGRAMS = {"train.py"}
@@ -105,6 +105,12 @@ def test_console_commands_exist(page):
                 assert helped.returncode == 0 and all(option in helped.stdout for option in options), rest
             else:
                 assert program in ("python", ".venv/bin/python"), program
+                if rest[0] == "-m":
+                    modules = [rest[1].replace(".", "/") + ".py"] if rest[1].startswith("tests.") else []
+                    assert modules or find_spec(rest[1]), rest
+                    named = modules + [word for word in rest[2:] if word.startswith("tests/")]
+                    assert all((ROOT / path).exists() for path in named), rest
+                    continue
                 script = rest[0].replace("/leak_report", "/leak_report/__main__.py")
                 assert script in USERS_PROGRAMS or (ROOT / script).is_file() or script.startswith("build/torch-"), rest
 

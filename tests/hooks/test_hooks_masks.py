@@ -1,4 +1,4 @@
-"""Attention that sees more than causal: blocks and prefixes whose tokens see each other both ways, and chains."""
+"""Attention that sees more than causal: blocks and prefixes whose tokens see each other both ways, and chains (C80)."""
 
 import importlib
 import inspect

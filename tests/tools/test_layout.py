@@ -51,11 +51,25 @@ def test_every_op_is_whole(op):
         f"kernel_src/cpu/{op}/{op}.h",
         f"kernel_src/cpu/{op}/{op}.cpp",
         f"tests/ops/test_{op}.py",
+        f"tests/harness/ops/{op}.py",
         f"benchmarks/benchmark_{op}.py",
     ):
         assert (ROOT / path).is_file(), f"{op} has no {path}"
     test = (ROOT / f"tests/ops/test_{op}.py").read_text()
     assert "@pytest.mark.kernels_ci" in test and "opcheck(" in test and "check_all_properties" in test
+
+
+def test_every_test_lies_in_a_room_and_every_room_says_what_it_is_for():
+    """No test lies flat; names of files are unique, so that a report's short name is one file."""
+    tests = ROOT / "tests"
+    assert not list(tests.glob("test_*"))
+    plan = (tests / "README.md").read_text()
+    for room in (path for path in tests.iterdir() if path.is_dir() and path.name != "__pycache__"):
+        assert (room / "README.md").is_file() and f"]({room.name}/README.md)" in plan, room.name
+        if any(room.glob("test_*.py")):
+            assert (room / "__init__.py").is_file(), f"{room.name} is no package: its tests import from others"
+    names = [path.name for path in tests.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
 
 
 def includes(path: Path):
