@@ -40,7 +40,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   packfree::implement_packing_cuda(ops);
   packfree::implement_causal_conv1d_cuda(ops);
   packfree::implement_mamba1_scan_cuda(ops);
-  packfree::implement_selective_state_update_cuda(ops);
+  packfree::implement_mamba2_scan_cuda(ops);
 }
 #endif
 

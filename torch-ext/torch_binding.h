@@ -21,6 +21,6 @@ void implement_packing_cpu(OpLibrary& ops);
 void implement_packing_cuda(OpLibrary& ops);
 void implement_causal_conv1d_cuda(OpLibrary& ops);
 void implement_mamba1_scan_cuda(OpLibrary& ops);
-void implement_selective_state_update_cuda(OpLibrary& ops);
+void implement_mamba2_scan_cuda(OpLibrary& ops);
 
 }  // namespace packfree

@@ -19,7 +19,7 @@ struct SerialBlock {
 };
 
 template <class Int>
-void boundaries_cpu(const BoundarySource& source, int32_t* offsets) {
+void BoundariesCpu(const BoundarySource& source, int32_t* offsets) {
   const Marks<Int> marks{static_cast<const Int*>(source.values), source.length, source.rule};
   const int64_t tiles = source.tiles();
   std::vector<BoundaryCount> counts(tiles);
@@ -34,7 +34,7 @@ void boundaries_cpu(const BoundarySource& source, int32_t* offsets) {
 
 // offsets [N + 1] from values [N + 1].
 template <class Int>
-void bound_offsets_cpu(const Int* values, int64_t size, int64_t tokens, int32_t* offsets) {
+void BoundOffsetsCpu(const Int* values, int64_t size, int64_t tokens, int32_t* offsets) {
   for (int64_t n = 0; n < size; ++n) offsets[n] = BoundedOffset(values[n], n, tokens);
 }
 

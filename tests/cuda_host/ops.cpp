@@ -3,7 +3,7 @@
 #include "bindings/causal_conv1d_cuda.cpp"
 #include "bindings/mamba1_scan_cuda.cpp"
 #include "bindings/packing_cuda.cpp"
-#include "bindings/selective_state_update_cuda.cpp"
+#include "bindings/mamba2_scan_cuda.cpp"
 
 // A host has no streams, and no device to make current.
 extern "C" {
@@ -16,5 +16,5 @@ STABLE_TORCH_LIBRARY_IMPL(packfree_cuda_host, CPU, ops) {
   packfree::implement_packing_cuda(ops);
   packfree::implement_causal_conv1d_cuda(ops);
   packfree::implement_mamba1_scan_cuda(ops);
-  packfree::implement_selective_state_update_cuda(ops);
+  packfree::implement_mamba2_scan_cuda(ops);
 }

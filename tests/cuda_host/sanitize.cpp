@@ -16,7 +16,7 @@
 #include "cuda/causal_conv1d/causal_conv1d.h"
 #include "cuda/mamba1_scan/mamba1_scan.h"
 #include "cuda/packing/packing.h"
-#include "cuda/selective_state_update/selective_state_update.h"
+#include "cuda/mamba2_scan/mamba2_scan.h"
 #include "engine.h"
 
 namespace packfree {
@@ -102,7 +102,7 @@ static void Convolution(Input& input) {
   int32_t* owners = input.Integers(std::vector<int32_t>(rows * T));
   const ConvForwardArgs forward{args, input.Tensor(args.dtype, rows * T * D), strides,
                                 input.Tensor(args.dtype, states)};
-  Expect(causal_conv1d_fwd_cuda(forward, owners, nullptr));
+  Expect(CausalConv1dForwardCuda(forward, owners, nullptr));
   const int64_t tiles = ConvTiles(rows, T, args.channels_last);
   const ConvBackwardArgs backward{args,
                                   input.Tensor(args.dtype, rows * T * D),
@@ -114,7 +114,7 @@ static void Convolution(Input& input) {
                                   input.Floats(args.width * D),
                                   input.FloatsOrNull(D),
                                   input.Floats(tiles * (args.width + 1) * D)};
-  Expect(causal_conv1d_bwd_cuda(backward, owners, nullptr));
+  Expect(CausalConv1dBackwardCuda(backward, owners, nullptr));
 
   const int64_t B = input.Between(1, 3), length = input.Between(args.width - 1, args.width + 1);
   const int64_t tokens = input.Between(1, 3);
@@ -134,7 +134,7 @@ static void Convolution(Input& input) {
                               args.bias,
                               input.Tensor(args.dtype, B * D * tokens),
                               args.dtype};
-  Expect(causal_conv1d_update_cuda(update, B, nullptr));
+  Expect(CausalConv1dUpdateCuda(update, B, nullptr));
 }
 
 static void Scan(Input& input) {
@@ -167,7 +167,7 @@ static void Scan(Input& input) {
   const int64_t states = args.packing.num_sequences * D * N;
   args.initial_state = input.FloatsOrNull(states);
   const ScanForwardArgs forward{args, write(), input.FloatsOrNull(states)};
-  Expect(mamba1_scan_fwd_cuda(forward, input.Floats(ScanForwardScratch(args)), nullptr));
+  Expect(Mamba1ScanForwardCuda(forward, input.Floats(ScanForwardScratch(args)), nullptr));
 
   ScanBackwardArgs backward{};
   static_cast<ScanArgs&>(backward) = args;
@@ -186,7 +186,7 @@ static void Scan(Input& input) {
   backward.parameter_partials = input.Floats(ScanTiles(rows * T) * ScanParameterRows(args) * D);
   if (!args.B.fixed) backward.dB_partials = input.Floats(token_partials);
   if (!args.C.fixed) backward.dC_partials = input.Floats(token_partials);
-  Expect(mamba1_scan_bwd_cuda(backward, input.Floats(ScanBackwardScratch(args)), nullptr));
+  Expect(Mamba1ScanBackwardCuda(backward, input.Floats(ScanBackwardScratch(args)), nullptr));
 }
 
 static void StateUpdate(Input& input) {
@@ -229,7 +229,7 @@ static void StateUpdate(Input& input) {
                                   input.FloatsOrNull(H * P),
                                   input.Coin(),
                                   input.Tensor(dtype, rows)};
-  Expect(selective_state_update_cuda(args, nullptr));
+  Expect(SelectiveStateUpdateCuda(args, nullptr));
 }
 
 static void Boundaries(Input& input) {
@@ -240,8 +240,8 @@ static void Boundaries(Input& input) {
       input.Integers(positions), true, static_cast<BoundaryRule>(input.Between(0, 2)), T, rows * T, rows == 1};
   auto* counts = reinterpret_cast<BoundaryCount*>(input.Integers(std::vector<int64_t>(source.tiles())));
   int32_t* offsets = input.Integers(std::vector<int32_t>(rows * T + 1));
-  Expect(boundaries_cuda(source, counts, offsets, nullptr));
-  Expect(bound_offsets_cuda(source.values, true, rows * T, T, offsets, nullptr));
+  Expect(BoundariesCuda(source, counts, offsets, nullptr));
+  Expect(BoundOffsetsCuda(source.values, true, rows * T, T, offsets, nullptr));
 }
 
 }  // namespace packfree

@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor> causal_conv1d_fwd(const Tensor& x, const Tensor& weig
   inputs.SetPacking(DevicePacking(op, cu_seqlens, x, inputs.tokens()));
   ConvForward out(inputs, want_states);
   Tensor owners = NewOwners(x, inputs.tokens());
-  call.Check(causal_conv1d_fwd_cuda(out.args, OwnersOf(owners), call.stream()));
+  call.Check(CausalConv1dForwardCuda(out.args, OwnersOf(owners), call.stream()));
   return {out.y, out.final_states};
 }
 
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_bwd(
   const int64_t tiles = ConvTiles(inputs.x.size(0), inputs.args.row_tokens, channels_last);
   ConvBackward out(inputs, dy, dfinal_states, tiles);
   Tensor owners = NewOwners(x, inputs.tokens());
-  call.Check(causal_conv1d_bwd_cuda(out.args, OwnersOf(owners), call.stream()));
+  call.Check(CausalConv1dBackwardCuda(out.args, OwnersOf(owners), call.stream()));
   return {out.dx, out.dweight, out.dbias, out.dinitial};
 }
 
@@ -43,7 +43,7 @@ Tensor causal_conv1d_update(const Tensor& x, const Tensor& conv_state, const Ten
   CheckNoDouble(op, "x", x);
   const CudaCall call(op, x);
   const ConvUpdate step(op, x, conv_state, weight, bias, cache_seqlens, conv_state_indices, silu);
-  call.Check(causal_conv1d_update_cuda(step.args, step.rows, call.stream()));
+  call.Check(CausalConv1dUpdateCuda(step.args, step.rows, call.stream()));
   return step.y;
 }
 

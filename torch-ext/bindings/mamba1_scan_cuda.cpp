@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor> mamba1_scan_fwd(const Tensor& u, const Tensor& delta,
   inputs.SetPacking(DevicePacking(op, cu_seqlens, u, inputs.tokens()));
   ScanForward out(inputs, want_states);
   const Tensor scratch = NewTensor(u, {ScanForwardScratch(inputs.args)}, ScalarType::Float);
-  call.Check(mamba1_scan_fwd_cuda(out.args, FloatsOf(scratch), call.stream()));
+  call.Check(Mamba1ScanForwardCuda(out.args, FloatsOf(scratch), call.stream()));
   return {out.y, out.final_states};
 }
 
@@ -34,7 +34,7 @@ ScanGradients mamba1_scan_bwd(const Tensor& dy, const std::optional<Tensor>& dfi
   inputs.SetPacking(DevicePacking(op, cu_seqlens, u, inputs.tokens()));
   ScanBackward out(inputs, dy, dfinal_states, ScanTiles(inputs.tokens()), ScanColumns(inputs.args));
   const Tensor scratch = NewTensor(u, {ScanBackwardScratch(inputs.args)}, ScalarType::Float);
-  call.Check(mamba1_scan_bwd_cuda(out.args, FloatsOf(scratch), call.stream()));
+  call.Check(Mamba1ScanBackwardCuda(out.args, FloatsOf(scratch), call.stream()));
   return GradientsOf(out);
 }
 

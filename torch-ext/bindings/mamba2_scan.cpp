@@ -1,6 +1,6 @@
 #include "cpu/mamba2_scan/mamba2_scan.h"
 
-#include "bindings/selective_state_update.h"
+#include "bindings/mamba2_scan.h"
 #include "bindings/slots.h"
 #include "bindings/tensors.h"
 #include "torch_binding.h"

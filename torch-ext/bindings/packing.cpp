@@ -9,7 +9,7 @@ Tensor FromValues(const char* op, const Tensor& values, BoundaryRule rule) {
   const BoundarySource source = CheckedSource(op, values, rule);
   Tensor offsets = NewOffsets(values, source.tokens + 1);
   int32_t* out = static_cast<int32_t*>(offsets.mutable_data_ptr());
-  source.wide ? boundaries_cpu<int64_t>(source, out) : boundaries_cpu<int32_t>(source, out);
+  source.wide ? BoundariesCpu<int64_t>(source, out) : BoundariesCpu<int32_t>(source, out);
   return offsets;
 }
 
@@ -17,9 +17,9 @@ Tensor FromOffsets(const char*, const Tensor& values, int64_t tokens) {
   Tensor offsets = NewOffsets(values, values.size(0));
   int32_t* out = static_cast<int32_t*>(offsets.mutable_data_ptr());
   if (values.scalar_type() == ScalarType::Long) {
-    bound_offsets_cpu(static_cast<const int64_t*>(values.const_data_ptr()), values.size(0), tokens, out);
+    BoundOffsetsCpu(static_cast<const int64_t*>(values.const_data_ptr()), values.size(0), tokens, out);
   } else {
-    bound_offsets_cpu(static_cast<const int32_t*>(values.const_data_ptr()), values.size(0), tokens, out);
+    BoundOffsetsCpu(static_cast<const int32_t*>(values.const_data_ptr()), values.size(0), tokens, out);
   }
   return offsets;
 }

@@ -12,8 +12,8 @@ Tensor FromValues(const char* op, const Tensor& values, BoundaryRule rule) {
   Tensor offsets = NewOffsets(values, source.tokens + 1);
   static_assert(sizeof(BoundaryCount) == 2 * sizeof(int32_t));
   Tensor counts = NewOffsets(values, source.tiles() * 2);
-  call.Check(boundaries_cuda(source, static_cast<BoundaryCount*>(counts.mutable_data_ptr()),
-                             static_cast<int32_t*>(offsets.mutable_data_ptr()), call.stream()));
+  call.Check(BoundariesCuda(source, static_cast<BoundaryCount*>(counts.mutable_data_ptr()),
+                            static_cast<int32_t*>(offsets.mutable_data_ptr()), call.stream()));
   return offsets;
 }
 
@@ -21,8 +21,8 @@ Tensor FromOffsets(const char* op, const Tensor& values, int64_t tokens) {
   const CudaCall call(op, values);
   const bool wide = values.scalar_type() == ScalarType::Long;
   Tensor offsets = NewOffsets(values, values.size(0));
-  call.Check(bound_offsets_cuda(values.const_data_ptr(), wide, values.size(0), tokens,
-                                static_cast<int32_t*>(offsets.mutable_data_ptr()), call.stream()));
+  call.Check(BoundOffsetsCuda(values.const_data_ptr(), wide, values.size(0), tokens,
+                              static_cast<int32_t*>(offsets.mutable_data_ptr()), call.stream()));
   return offsets;
 }
 

@@ -20,7 +20,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from ._dtypes import FLOAT_DTYPES, dtype_name
 
 
 def value_error(op: str, argument: str, must: str, got: object) -> ValueError:
@@ -47,9 +47,9 @@ def check_shape(op: str, argument: str, tensor: Tensor, shape: Sequence[int], le
 
 def check_dtype(op: str, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype] = FLOAT_DTYPES) -> None:
     if tensor.dtype not in allowed:
-        names = ", ".join(str(dtype).replace("torch.", "") for dtype in allowed)
+        names = ", ".join(map(dtype_name, allowed))
         why = ": complex numbers are not served" if tensor.is_complex() else ""
-        raise type_error(op, argument, f"have one of the dtypes {names}", str(tensor.dtype).replace("torch.", "") + why)
+        raise type_error(op, argument, f"have one of the dtypes {names}", dtype_name(tensor) + why)
 
 
 def check_served(op: str, argument: str, tensor: Tensor) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ._checks import (
-    FLOAT_DTYPES,
     check_dtype,
     check_same_device,
     check_served,
@@ -16,11 +15,11 @@ from ._checks import (
     check_tensor,
     value_error,
 )
+from ._dtypes import DTYPES, accumulation_dtype
 from ._gates import sigmoid
 from .packing import Boundaries, Packing, check_cu_seqlens, reads_values, resolve_packing
 
 MAX_HEAD_DIM = 256
-DTYPES = FLOAT_DTYPES + (torch.float64,)
 
 
 class Options(NamedTuple):
@@ -85,7 +84,7 @@ def widest_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
 
 def sum_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """What sums, states, decays and strengths are in."""
-    return torch.promote_types(widest_dtype(q, k, v), torch.float32)
+    return accumulation_dtype(q, k, v)
 
 
 def checked_rate(op: str, A_log: Tensor, v: Tensor, wide: torch.dtype) -> Tensor:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ._checks import type_error, value_error
+from ._dtypes import INTEGER_DTYPES, dtype_name
 from ._ops import ops
 
 Boundaries = Union[Tensor, Sequence[int]]
 
-_INTEGER_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _keep(live: Tensor, tensor: Tensor, time_dim: int) -> Tensor:
 
 
 def _type_of(value: object) -> str:
-    return str(value.dtype).replace("torch.", "") if isinstance(value, Tensor) else repr(value)
+    return dtype_name(value) if isinstance(value, Tensor) else repr(value)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -124,8 +124,8 @@ def check_cu_seqlens(
         if not all(-(2**63) <= value < 2**63 for value in cu_seqlens):
             raise value_error(op, argument, "hold numbers of 64 bits", repr(cu_seqlens))
         cu_seqlens = torch.tensor(list(cu_seqlens), dtype=torch.int64)
-    if cu_seqlens.dtype not in _INTEGER_DTYPES:
-        raise type_error(op, argument, "be an int32 or int64 tensor", str(cu_seqlens.dtype).replace("torch.", ""))
+    if cu_seqlens.dtype not in INTEGER_DTYPES:
+        raise type_error(op, argument, "be an int32 or int64 tensor", dtype_name(cu_seqlens))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise value_error(op, argument, "have shape [N + 1]", tuple(cu_seqlens.shape))
     moved = _move(op, argument, cu_seqlens, device)
@@ -221,7 +221,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def _check_position_ids(op: str, position_ids: Tensor, batch: int, length: int) -> None:
-    if not isinstance(position_ids, Tensor) or position_ids.dtype not in _INTEGER_DTYPES:
+    if not isinstance(position_ids, Tensor) or position_ids.dtype not in INTEGER_DTYPES:
         raise type_error(op, "position_ids", "be an int32 or int64 tensor", _type_of(position_ids))
     shape = tuple(position_ids.shape)
     fits = shape == (batch, length) or (batch == 1 and shape == (length,))
@@ -233,7 +233,7 @@ def _check_position_ids(op: str, position_ids: Tensor, batch: int, length: int) 
 
 
 def _packing_from_seq_idx(op: str, seq_idx: Tensor, batch: int, length: int, device: torch.device) -> Packing:
-    if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in _INTEGER_DTYPES:
+    if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in INTEGER_DTYPES:
         raise type_error(op, "seq_idx", "be an int32 or int64 tensor", _type_of(seq_idx))
     if tuple(seq_idx.shape) != (batch, length):
         raise value_error(op, "seq_idx", f"have shape [B, T] = {(batch, length)}", tuple(seq_idx.shape))

@@ -21,7 +21,7 @@ struct ConvKernels {
 }  // namespace
 }  // namespace packfree
 
-#define PACKFREE_SOURCE "cpu/causal_conv1d/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/causal_conv1d/kernels-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {

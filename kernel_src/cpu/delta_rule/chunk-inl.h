@@ -2,16 +2,16 @@
 //
 // Letters: c tokens of a chunk, S the state before it, `corrections` what each token would write at beta = 1.
 
-// rows_i = v_i - factors_i rows_i, where rows holds what the state knows of v; rows_i = v_i if the state is 0
-// (`from_zero`). Then (I + system)^-1 rows: the correction of each token, earlier tokens of the chunk included. Rows
-// lie `stride` apart. Without `factors` they are 1.
+// rows_i = v_i - factors_i rows_i, where rows holds what the state knows of v; rows_i = v_i without a `state` (null for
+// 0). Then (I + system)^-1 rows: the correction of each token, earlier tokens of the chunk included. Rows lie `stride`
+// apart. Without `factors` they are 1.
 template <class Elem, class Acc>
 inline void SolveCorrections(const DeltaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
-                             bool from_zero, const Acc* factors, const Acc* system, Acc* rows, int64_t stride) {
+                             const Acc* state, const Acc* factors, const Acc* system, Acc* rows, int64_t stride) {
   constexpr int L = kLanes<Acc>;
   const Elem* v = static_cast<const Elem*>(in.v) + begin * in.v_token + hv * in.v_head;
-  if (from_zero) LoadTile<Acc>(c, plan.value_dim, v, in.v_token, rows, stride);
-  for (int64_t i = 0; i < c && !from_zero; ++i) {
+  if (state == nullptr) LoadTile<Acc>(c, plan.value_dim, v, in.v_token, rows, stride);
+  for (int64_t i = 0; i < c && state != nullptr; ++i) {
     const Vec<Acc> factor = Set<Acc>(factors == nullptr ? Acc(-1) : -factors[i]);
     for (int64_t x = 0; x < plan.value_dim; x += L) {
       const int width = plan.value_dim - x < L ? static_cast<int>(plan.value_dim - x) : L;

@@ -20,6 +20,9 @@ struct DeltaKernels {
   void (*recurrent)(const Forward& args, int64_t n, int64_t hv, void* scratch);
 };
 
+// The rows of a chunk that a stage is for: a pass that only carries the state on has no use for q.
+enum class ChunkRows { kKeys, kQueriesAndKeys };
+
 // Sizes that all tiles of one call share, in elements of Acc.
 struct DeltaPlan {
   int64_t group;             // G: value heads that read one key head

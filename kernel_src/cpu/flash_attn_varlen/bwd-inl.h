@@ -276,82 +276,94 @@ void DeltaUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const Ran
   BackwardProducts<Elem, Acc>::Close();
 }
 
+// Keys and values of the unit's range, from token `begin` of the pack on, and no gradient of them yet.
+template <class Elem, class Acc>
+inline void LoadKeyRange(const AttentionBackwardArgs& args, const KeyUnit& unit, int64_t begin, int64_t count,
+                         const AttentionBackwardTiles<Acc>& on) {
+  using Products = BackwardProducts<Elem, Acc>;
+  Products::LoadKeys(count, args.K, KeyRow<Elem>(args.k, begin, unit.kv_head), args.k.token_stride, on.keys,
+                     on.range_size, on.scores);
+  Products::LoadValues(count, args.V, KeyRow<Elem>(args.v, begin, unit.kv_head), args.v.token_stride, on.values,
+                       on.range_size);
+  ClearTile(count, args.K, on.dkeys, PaddedDim(args.K));
+  ClearTile(count, args.V, on.dvalues, PaddedDim(args.V));
+}
+
+template <class Elem, class Acc>
+inline void StoreKeyRange(const AttentionBackwardArgs& args, const KeyUnit& unit, int64_t begin, int64_t count,
+                          const AttentionBackwardTiles<Acc>& on) {
+  const int64_t row = begin * args.HK + unit.kv_head;
+  StoreTile(count, args.K, on.dkeys, PaddedDim(args.K), static_cast<Elem*>(args.dk) + row * args.K, args.HK * args.K,
+            static_cast<Acc>(args.softmax_scale));
+  StoreTile(count, args.V, on.dvalues, PaddedDim(args.V), static_cast<Elem*>(args.dv) + row * args.V, args.HK * args.V);
+}
+
+// The gradients between one query tile and the unit's range of keys, `range`: those of the keys are summed, that of the
+// queries is left in on.dqt. `state` counts the tile among those of sequences with several ranges, or is negative.
+template <class Elem, class Acc>
+inline void VisitQueryTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange,
+                           const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale, const KeySpan& range,
+                           int64_t state, const AttentionBackwardTiles<Acc>& on) {
+  using Products = BackwardProducts<Elem, Acc>;
+  const int64_t row_bytes = args.K * static_cast<int64_t>(sizeof(Acc)), tile_bytes = row_bytes * kTileColumns;
+  const Acc* delta = state < 0 ? nullptr : static_cast<const Acc*>(exchange.delta) + state * kTileColumns;
+  LoadGradientTile<Elem>(args, unit, tile, scale.sign, delta, on);
+  const int64_t next_first = tile.first + kTileColumns;
+  const int64_t left = args.queries.length(unit.sequence) * (args.H / args.HK) - next_first;
+  const bool next_has_partial = state >= 0 && unit.range > 0;
+  NextTile<Elem> next{
+      args,
+      unit,
+      next_first,
+      0,
+      left < kTileColumns ? left : kTileColumns,
+      next_has_partial ? static_cast<const char*>(exchange.partial) + (state + 1) * tile_bytes : nullptr,
+      row_bytes};
+  const int64_t begin = tile.some.begin > range.begin ? tile.some.begin : range.begin;
+  const int64_t end = tile.some.end < range.end ? tile.some.end : range.end;
+  if (args.softcap > 0) {
+    AddTileGradients<Products, Acc, true>(args, tile, scale, on, range.begin, begin, end, next);
+  } else {
+    AddTileGradients<Products, Acc, false>(args, tile, scale, on, range.begin, begin, end, next);
+  }
+}
+
 template <class Elem, class Acc>
 void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange,
                   void* scratch) {
-  const int64_t group = args.H / args.HK;
-  const int64_t key_dim = PaddedDim(args.K), value_dim = PaddedDim(args.V);
-  const int64_t q_bos = args.queries.bos(unit.sequence), k_bos = args.keys.bos(unit.sequence);
-  const int64_t range_size = KeyRange(args);
-  const int64_t range_begin = unit.range * range_size;
-  const int64_t keys_left = args.keys.length(unit.sequence) - range_begin;
-  const int64_t range_end = range_begin + (keys_left < range_size ? keys_left : range_size);
-  const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
-  const Acc final_scale = static_cast<Acc>(args.softmax_scale);
+  using Products = BackwardProducts<Elem, Acc>;
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const AttentionBackwardTiles<Acc> on(args, pieces);
-  const int64_t count = range_end - range_begin;
-  using Products = BackwardProducts<Elem, Acc>;
-  Products::Open();
-  Products::LoadKeys(count, args.K,
-                     static_cast<const Elem*>(args.k.data) + (k_bos + range_begin) * args.k.token_stride +
-                         unit.kv_head * args.k.head_stride,
-                     args.k.token_stride, on.keys, range_size, on.scores);
-  Products::LoadValues(count, args.V,
-                       static_cast<const Elem*>(args.v.data) + (k_bos + range_begin) * args.v.token_stride +
-                           unit.kv_head * args.v.head_stride,
-                       args.v.token_stride, on.values, range_size);
-  ClearTile(count, args.K, on.dkeys, key_dim);
-  ClearTile(count, args.V, on.dvalues, value_dim);
+  const int64_t group = args.H / args.HK, size = on.range_size, length = args.keys.length(unit.sequence);
+  const KeySpan range{unit.range * size, unit.range * size + size < length ? unit.range * size + size : length};
+  const int64_t first_key = args.keys.bos(unit.sequence) + range.begin, count = range.end - range.begin;
+  const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
 
-  const int64_t tile_count = TileCount(args, unit.sequence), query_rows = args.queries.length(unit.sequence) * group;
+  Products::Open();
+  LoadKeyRange<Elem>(args, unit, first_key, count, on);
+  const int64_t tile_count = TileCount(args, unit.sequence);
   for (int64_t t = 0; t < tile_count; ++t) {
     QueryTile<Acc> tile;
     DescribeTile<Acc>(args, unit.sequence, unit.kv_head, t, on.columns, &tile);
-    const KeySpan ranges = TileRanges(tile, range_size);
+    const KeySpan ranges = TileRanges(tile, size);
     // Range 0 also answers for tiles that see no key at all: their dq is 0.
     const bool unseen = ranges.begin == ranges.end && unit.range == 0;
     if (!unseen && (unit.range < ranges.begin || unit.range >= ranges.end)) continue;
     ClearTile(args.K, kTileColumns, on.dqt, kTileColumns);
-    const int64_t state = unit.first_state + t, elements = args.K * kTileColumns;
-    Acc* partial = unit.first_state < 0 ? nullptr : static_cast<Acc*>(exchange.partial) + state * elements;
-    if (!unseen) {
-      const Acc* delta =
-          unit.first_state < 0 ? nullptr : static_cast<const Acc*>(exchange.delta) + state * kTileColumns;
-      LoadGradientTile<Elem>(args, unit, tile, scale.sign, delta, on);
-      NextTile<Elem> next{args,
-                          unit,
-                          tile.first + kTileColumns,
-                          0,
-                          query_rows - tile.first - kTileColumns,
-                          nullptr,
-                          args.K * static_cast<int64_t>(sizeof(Acc))};
-      if (next.rows > kTileColumns) next.rows = kTileColumns;
-      if (partial != nullptr && unit.range > 0) next.partial = reinterpret_cast<const char*>(partial + elements);
-      const int64_t begin = tile.some.begin > range_begin ? tile.some.begin : range_begin;
-      const int64_t end = tile.some.end < range_end ? tile.some.end : range_end;
-      if (args.softcap > 0) {
-        AddTileGradients<Products, Acc, true>(args, tile, scale, on, range_begin, begin, end, next);
-      } else {
-        AddTileGradients<Products, Acc, false>(args, tile, scale, on, range_begin, begin, end, next);
-      }
-    }
+    const int64_t state = unit.first_state < 0 ? -1 : unit.first_state + t;
+    if (!unseen) VisitQueryTile<Elem>(args, unit, exchange, tile, scale, range, state, on);
     bool whole = true;
-    if (partial != nullptr && !unseen) {
-      whole = ExchangeQueryGradient<Acc>(ranges, unit.range, elements, exchange.arrived + state, partial, on.dqt);
+    if (state >= 0 && !unseen) {
+      const int64_t elements = args.K * kTileColumns;
+      whole = ExchangeQueryGradient<Acc>(ranges, unit.range, elements, exchange.arrived + state,
+                                         static_cast<Acc*>(exchange.partial) + state * elements, on.dqt);
     }
-    if (whole) {
-      StoreQueryColumns<Elem>(tile, on.dqt, final_scale, q_bos, group, unit.kv_head, args.H, args.K,
-                              static_cast<Elem*>(args.dq), on.q_rows);
-    }
+    if (!whole) continue;
+    StoreQueryColumns<Elem>(tile, on.dqt, static_cast<Acc>(args.softmax_scale), args.queries.bos(unit.sequence), group,
+                            unit.kv_head, args.H, args.K, static_cast<Elem*>(args.dq), on.q_rows);
   }
-
   Products::Close();
-  StoreTile(count, args.K, on.dkeys, key_dim,
-            static_cast<Elem*>(args.dk) + ((k_bos + range_begin) * args.HK + unit.kv_head) * args.K, args.HK * args.K,
-            final_scale);
-  StoreTile(count, args.V, on.dvalues, value_dim,
-            static_cast<Elem*>(args.dv) + ((k_bos + range_begin) * args.HK + unit.kv_head) * args.V, args.HK * args.V);
+  StoreKeyRange<Elem>(args, unit, first_key, count, on);
 }
 
 // One sequence's part of ds_aux[head]: -sum over its queries, in order, of P_sink delta.

@@ -139,49 +139,6 @@ PACKFREE_INLINE int64_t LseIndex(const AttentionArgs& args, int64_t bos, int64_t
   return (kv_head * group + m % group) * args.queries.tokens + bos + m / group;
 }
 
-// First element of the row of `rows` that column 0 + c of a tile stands for; `bos` is the sequence's first token.
-template <class Elem>
-PACKFREE_INLINE const Elem* TileRow(const HeadRows& rows, int64_t bos, int64_t group, int64_t kv_head, int64_t m) {
-  return static_cast<const Elem*>(rows.data) + (bos + m / group) * rows.token_stride +
-         (kv_head * group + m % group) * rows.head_stride;
-}
-
-// target[c] = TileRow of each column of a tile; walks through heads and tokens, for divisions are slow.
-template <class Elem, class Acc>
-PACKFREE_INLINE void TileRows(const QueryTile<Acc>& tile, const HeadRows& rows, int64_t bos, int64_t group,
-                              int64_t kv_head, const Elem** target) {
-  int64_t head = tile.first % group;
-  const Elem* token = TileRow<Elem>(rows, bos, group, kv_head, tile.first - head);
-  for (int64_t c = 0; c < tile.columns; ++c) {
-    target[c] = token + head * rows.head_stride;
-    if (++head == group) {
-      head = 0;
-      token += rows.token_stride;
-    }
-  }
-}
-
-// tile[c, 0:dim] = the row of `rows` behind each column, widened.
-template <class Elem, class Acc>
-inline void LoadQueryRows(const QueryTile<Acc>& tile, const HeadRows& rows, int64_t bos, int64_t group, int64_t kv_head,
-                          int64_t dim, Acc* target, int64_t ld) {
-  const Elem* source[kTileColumns];
-  TileRows(tile, rows, bos, group, kv_head, source);
-  for (int64_t c = 0; c < tile.columns; ++c) LoadTile(1, dim, source[c], 0, target + c * ld, ld);
-}
-
-// Rows of `target` [tokens, H, dim] behind each column = scale * source[:, c], where source [dim, kTileColumns] is held
-// transposed. `rows` is scratch [kTileColumns, PaddedDim(dim)].
-template <class Elem, class Acc>
-inline void StoreQueryColumns(const QueryTile<Acc>& tile, const Acc* source, Acc scale, int64_t bos, int64_t group,
-                              int64_t kv_head, int64_t heads, int64_t dim, Elem* target, Acc* rows) {
-  const int64_t ld = PaddedDim(dim);
-  LoadTileTransposed(dim, tile.columns, source, kTileColumns, rows, ld, scale);
-  const Elem* to[kTileColumns];
-  TileRows(tile, HeadRows{target, heads * dim, dim}, bos, group, kv_head, to);
-  for (int64_t c = 0; c < tile.columns; ++c) StoreTile(1, dim, rows + c * ld, ld, const_cast<Elem*>(to[c]), 0);
-}
-
 // Terms of a dot that are summed before they meet the sum of the others: long dots then round nearly like short ones.
 // The scalar tier, which rounds twice a step, has less.
 constexpr int64_t kStretch = PACKFREE_TIER == 0 ? 16 : 64;
@@ -200,7 +157,7 @@ inline void MultiplyRows(int64_t rows, int64_t columns, int64_t dim, const Acc* 
   }
 }
 
-// What goes on beside a product if nothing does.
+// For products that nothing goes on beside.
 struct NoWork {
   PACKFREE_INLINE void Step() {}
 };

@@ -18,7 +18,7 @@ struct AttentionKernels {
 }  // namespace packfree
 
 #define PACKFREE_HIGHEST_TIER PACKFREE_UP_TO_MATRIX
-#define PACKFREE_SOURCE "cpu/flash_attn_varlen/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/flash_attn_varlen/kernels-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {

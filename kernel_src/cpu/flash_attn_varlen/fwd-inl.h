@@ -16,7 +16,7 @@ struct Fold {
   Vec<Acc> top[kRegisters] = {}, shift[kRegisters] = {}, total[kRegisters] = {};
 
   // Masks the scores, and takes their maximum.
-  PACKFREE_INLINE void See(int64_t begin, int64_t end) {
+  PACKFREE_INLINE void MaskAndMax(int64_t begin, int64_t end) {
     const Vec<Acc> lowest = Set<Acc>(static_cast<Acc>(-__builtin_inf()));
     Vec<Acc> highest[kRegisters];
 #pragma GCC unroll 4
@@ -39,7 +39,7 @@ struct Fold {
   }
 
   // Moves the columns to their new maximum.
-  PACKFREE_INLINE void Advance() {
+  PACKFREE_INLINE void Rescale() {
     const Vec<Acc> lowest = Set<Acc>(static_cast<Acc>(-__builtin_inf()));
     Vec<Acc> decay[kRegisters], moved = Zero<Acc>();
 #pragma GCC unroll 4
@@ -64,7 +64,7 @@ struct Fold {
   }
 
   // Probabilities, and their sum.
-  PACKFREE_INLINE void Raise(int64_t begin, int64_t end) {
+  PACKFREE_INLINE void Exponentiate(int64_t begin, int64_t end) {
     const bool dropout = args.dropout_p > 0;
     const uint32_t threshold = DropoutThreshold(args.dropout_p);
     const Acc keep_scale = static_cast<Acc>(1 / (1 - args.dropout_p));
@@ -115,12 +115,12 @@ struct Fold {
     if (seen < rows) {
       // Four times as many rows, which are that much cheaper.
       const int64_t end = seen + 4 * Products::kRowsAStep < rows ? seen + 4 * Products::kRowsAStep : rows;
-      See(seen, end);
+      MaskAndMax(seen, end);
       seen = end;
-      if (end == rows) Advance();
+      if (end == rows) Rescale();
     } else if (done < rows) {
       const int64_t end = done + Products::kRowsAStep < rows ? done + Products::kRowsAStep : rows;
-      Raise(done, end);
+      Exponentiate(done, end);
       done = end;
     }
   }
@@ -162,28 +162,19 @@ inline void ForwardStep(const AttentionArgs& args, const QueryTile<Acc>& tile, c
   }
 }
 
+// Opens the unit's query tiles: queries transposed, no value summed yet. A sink opens the softmax of its head as a key
+// with value 0 would. Returns the keys that at least one of the tiles sees.
 template <class Elem, class Acc>
-void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* scratch) {
-  constexpr Acc kLog2e = Acc(1.44269504088896340736), kLn2 = Acc(0.69314718055994530942);
-  constexpr int L = kLanes<Acc>;
-  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
-  const AttentionForwardTiles<Acc> memory(args, pieces);
-  const int64_t group = args.H / args.HK;
-  const int64_t q_bos = args.queries.bos(unit.sequence), k_bos = args.keys.bos(unit.sequence);
-  const int64_t tile_count = unit.tile_end - unit.tile_begin;
-  const bool softcap = args.softcap > 0;
-  const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
-  QueryTile<Acc> tiles[kMostTiles];
-  using Products = ForwardProducts<Elem, Acc>;
-
-  Products::Open();
-  // Queries, transposed; a sink opens the softmax of its head as a key with value 0 would.
+inline KeySpan OpenQueryTiles(const AttentionForwardArgs& args, const QueryUnit& unit, Acc sign,
+                              const AttentionForwardTiles<Acc>& memory, QueryTile<Acc>* tiles) {
+  constexpr Acc kLog2e = Acc(1.44269504088896340736);
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
   KeySpan some{args.keys.length(unit.sequence), 0};
-  for (int64_t t = 0; t < tile_count; ++t) {
+  for (int64_t t = 0; t < unit.tile_end - unit.tile_begin; ++t) {
     const auto [qt, ot, max, sum, columns] = memory.tile[t];
     QueryTile<Acc>& tile = tiles[t];
     DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.tile_begin + t, columns, &tile);
-    Products::LoadQueries(tile, args.q, q_bos, group, unit.kv_head, args.K, scale.sign, memory.rows, qt);
+    ForwardProducts<Elem, Acc>::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, memory.rows, qt);
     ClearTile(args.V, kTileColumns, ot, kTileColumns);
     for (int64_t c = 0; c < kTileColumns; ++c) {
       const int64_t head = unit.kv_head * group + (tile.first + c) % group;
@@ -196,59 +187,85 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
       some.end = tile.some.end > some.end ? tile.some.end : some.end;
     }
   }
+  return some;
+}
 
-  constexpr int64_t kBlock = Products::kBlock;
-  for (int64_t block = some.begin / kBlock * kBlock; block < some.end; block += kBlock) {
-    const int64_t block_end = block + kBlock < some.end ? block + kBlock : some.end;
-    Products::LoadKeys(block_end - block, args.K,
-                       static_cast<const Elem*>(args.k.data) + (k_bos + block) * args.k.token_stride +
-                           unit.kv_head * args.k.head_stride,
-                       args.k.token_stride, memory.keys);
-    Products::LoadValues(block_end - block, args.V,
-                         static_cast<const Elem*>(args.v.data) + (k_bos + block) * args.v.token_stride +
-                             unit.kv_head * args.v.head_stride,
-                         args.v.token_stride, memory.values, memory.scores);
+// Keys and values of the block [begin, end) of the sequence's keys.
+template <class Elem, class Acc>
+inline void LoadKeyBlock(const AttentionForwardArgs& args, const QueryUnit& unit, int64_t begin, int64_t end,
+                         const AttentionForwardTiles<Acc>& memory) {
+  using Products = ForwardProducts<Elem, Acc>;
+  const int64_t token = args.keys.bos(unit.sequence) + begin;
+  Products::LoadKeys(end - begin, args.K, KeyRow<Elem>(args.k, token, unit.kv_head), args.k.token_stride, memory.keys);
+  Products::LoadValues(end - begin, args.V, KeyRow<Elem>(args.v, token, unit.kv_head), args.v.token_stride,
+                       memory.values, memory.scores);
+}
+
+// One tile's steps over the keys of the loaded block [begin, end) that it sees.
+template <class Products, class Acc, bool kSoftcap>
+inline void VisitBlock(const AttentionForwardArgs& args, const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale,
+                       int64_t begin, int64_t end, const AttentionForwardTiles<Acc>& memory,
+                       const QueryTileMemory<Acc>& of) {
+  constexpr int64_t kStep = Products::kKeysTogether;
+  const int64_t seen_begin = tile.some.begin > begin ? tile.some.begin : begin;
+  const int64_t seen_end = tile.some.end < end ? tile.some.end : end;
+  if (seen_begin >= seen_end) return;
+  for (int64_t step = begin + (seen_begin - begin) / kStep * kStep; step < seen_end; step += kStep) {
+    const int64_t from = Products::kWholeBlocks || step > seen_begin ? step : seen_begin;
+    const int64_t to = step + kStep < seen_end ? step + kStep : seen_end;
+    ForwardStep<Products, Acc, kSoftcap>(args, tile, scale, from - begin, from, to - from, memory.keys, memory.values,
+                                         of.qt, memory.scores, of.max, of.sum, of.ot);
+  }
+}
+
+// out = ot / sum, lse = max ln(2) + ln(sum). A row that saw nothing has sum 0: output 0, lse -infinity.
+template <class Elem, class Acc>
+inline void StoreQueryTile(const AttentionForwardArgs& args, const QueryUnit& unit, const QueryTile<Acc>& tile,
+                           const QueryTileMemory<Acc>& of, Acc* rows) {
+  constexpr Acc kLn2 = Acc(0.69314718055994530942);
+  constexpr int L = kLanes<Acc>;
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
+  for (int64_t c = 0; c < tile.columns; c += L) {
+    const Vec<Acc> denominator = Load<Acc>(of.sum + c);
+    const Vec<Acc> inverse = Select(denominator == Zero<Acc>(), Zero<Acc>(), Acc(1) / denominator);
+    for (int64_t d = 0; d < args.V; ++d) {
+      Acc* at = of.ot + d * kTileColumns + c;
+      Store(at, Load<Acc>(at) * inverse);
+    }
+    Store(of.sum + c, MulAdd(Load<Acc>(of.max + c), Set<Acc>(kLn2), Log<Acc>(denominator)));
+  }
+  StoreQueryColumns<Elem>(tile, of.ot, Acc(1), bos, group, unit.kv_head, args.H, args.V, static_cast<Elem*>(args.out),
+                          rows);
+  if (args.lse == nullptr) return;
+  for (int64_t c = 0; c < tile.columns; ++c) {
+    static_cast<Acc*>(args.lse)[LseIndex(args, bos, unit.kv_head, tile, c)] = of.sum[c];
+  }
+}
+
+template <class Elem, class Acc>
+void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* scratch) {
+  using Products = ForwardProducts<Elem, Acc>;
+  Pieces<Acc> pieces(static_cast<Acc*>(scratch));
+  const AttentionForwardTiles<Acc> memory(args, pieces);
+  const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
+  const int64_t tile_count = unit.tile_end - unit.tile_begin;
+  QueryTile<Acc> tiles[kMostTiles];
+
+  Products::Open();
+  const KeySpan some = OpenQueryTiles<Elem, Acc>(args, unit, scale.sign, memory, tiles);
+  for (int64_t block = some.begin / Products::kBlock * Products::kBlock; block < some.end; block += Products::kBlock) {
+    const int64_t end = block + Products::kBlock < some.end ? block + Products::kBlock : some.end;
+    LoadKeyBlock<Elem, Acc>(args, unit, block, end, memory);
     for (int64_t t = 0; t < tile_count; ++t) {
-      const QueryTile<Acc>& tile = tiles[t];
-      const int64_t seen_begin = tile.some.begin > block ? tile.some.begin : block;
-      const int64_t end = tile.some.end < block_end ? tile.some.end : block_end;
-      if (seen_begin >= end) continue;
-      const QueryTileMemory<Acc>& of = memory.tile[t];
-      constexpr int64_t kStep = Products::kKeysTogether;
-      for (int64_t step = block + (seen_begin - block) / kStep * kStep; step < end; step += kStep) {
-        const int64_t begin = Products::kWholeBlocks || step > seen_begin ? step : seen_begin;
-        const int64_t rows_end = step + kStep < end ? step + kStep : end, count = rows_end - begin;
-        if (softcap) {
-          ForwardStep<Products, Acc, true>(args, tile, scale, begin - block, begin, count, memory.keys, memory.values,
-                                           of.qt, memory.scores, of.max, of.sum, of.ot);
-        } else {
-          ForwardStep<Products, Acc, false>(args, tile, scale, begin - block, begin, count, memory.keys, memory.values,
-                                            of.qt, memory.scores, of.max, of.sum, of.ot);
-        }
+      if (args.softcap > 0) {
+        VisitBlock<Products, Acc, true>(args, tiles[t], scale, block, end, memory, memory.tile[t]);
+      } else {
+        VisitBlock<Products, Acc, false>(args, tiles[t], scale, block, end, memory, memory.tile[t]);
       }
     }
   }
-
   Products::Close();
-
-  // out = ot / sum, lse = max ln(2) + ln(sum). A row that saw nothing has sum 0: output 0, lse -infinity.
   for (int64_t t = 0; t < tile_count; ++t) {
-    const QueryTile<Acc>& tile = tiles[t];
-    Acc *ot = memory.tile[t].ot, *max = memory.tile[t].max, *sum = memory.tile[t].sum;
-    for (int64_t c = 0; c < tile.columns; c += L) {
-      const Vec<Acc> denominator = Load<Acc>(sum + c);
-      const Vec<Acc> inverse = Select(denominator == Zero<Acc>(), Zero<Acc>(), Acc(1) / denominator);
-      for (int64_t d = 0; d < args.V; ++d) {
-        Acc* p = ot + d * kTileColumns + c;
-        Store(p, Load<Acc>(p) * inverse);
-      }
-      Store(sum + c, MulAdd(Load<Acc>(max + c), Set<Acc>(kLn2), Log<Acc>(denominator)));
-    }
-    StoreQueryColumns<Elem>(tile, ot, Acc(1), q_bos, group, unit.kv_head, args.H, args.V, static_cast<Elem*>(args.out),
-                            memory.rows);
-    if (args.lse == nullptr) continue;
-    for (int64_t c = 0; c < tile.columns; ++c) {
-      static_cast<Acc*>(args.lse)[LseIndex(args, q_bos, unit.kv_head, tile, c)] = sum[c];
-    }
+    StoreQueryTile<Elem>(args, unit, tiles[t], memory.tile[t], memory.rows);
   }
 }

@@ -1,12 +1,5 @@
 // The matrix products of forward and backward, and the form in which they want their operands, for tiers that multiply
 // in vector registers: everything is widened to Acc. products_matrix-inl.h is the same for the matrix unit.
-// The rows of `source` behind each column of a tile, as they are and transposed (times `sign`).
-template <class Elem, class Acc>
-inline void LoadQueryTile(const QueryTile<Acc>& tile, const HeadRows& source, int64_t bos, int64_t group,
-                          int64_t kv_head, int64_t dim, Acc sign, Acc* rows, Acc* transposed) {
-  LoadQueryRows<Elem>(tile, source, bos, group, kv_head, dim, rows, PaddedDim(dim));
-  LoadTileTransposed(tile.columns, dim, rows, PaddedDim(dim), transposed, kTileColumns, sign);
-}
 
 template <class Elem, class Acc>
 struct ForwardProducts {

@@ -46,12 +46,12 @@ inline void SplitPairGradients(const DeltaPlan& plan, int64_t c, const GatedBack
 // The whole rule, as delta_rule/units-inl.h takes it.
 template <class Elem, class Acc>
 struct GatedRule : GatedForwardStages<Elem, Acc> {
-  // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept;
-  // d_state is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it
-  // if `wants_before`.
+  // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept. The
+  // gradient of the state after the chunk, d_after or null for 0, becomes that of the state before it, d_before, unless
+  // that is null. Both are the same memory.
   static void BackwardHead(const GatedDeltaRuleBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c,
                            int64_t hv, const GatedBackwardTiles<Acc>& tiles, const Acc* state_transposed,
-                           Acc* corrections, Acc* d_state, bool has_after, bool wants_before) {
+                           Acc* corrections, const Acc* d_after, Acc* d_before) {
     const DeltaInputs& in = args.in;
     const GatedChunkTiles<Acc>& chunk = tiles.chunk;
     const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
@@ -61,15 +61,15 @@ struct GatedRule : GatedForwardStages<Elem, Acc> {
     Acc* d_v = chunk.value_rows + ldv;                  // [c, V]: gradient of beta corrections, then -dv
     const Acc* q_rows = chunk.rows;
     const Acc* k_rows = chunk.rows + ldk;
-    GatedRule::PrepareHead(in, plan, begin, c, hv, true, chunk);
+    GatedRule::PrepareHead(in, plan, begin, c, hv, ChunkRows::kQueriesAndKeys, chunk);
     const Acc* to_end = chunk.decay + (c - 1) * ldc;
     const Acc over_chunk = chunk.from_start[c - 1];
     WeighPairsBackward<Acc>(plan, c, tiles);
     LoadTile<Acc>(c, V, static_cast<const Elem*>(args.dout) + token * V, in.value_heads * V, d_o, pair_v);
 
-    // d(beta corrections) = to_end k d_state + read^T d_o, then back through the solve.
-    if (has_after) {
-      Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_state, ldv, d_v, pair_v);
+    // d(beta corrections) = to_end k d_after + read^T d_o, then back through the solve.
+    if (d_after != nullptr) {
+      Multiply<Into::kOverwrite>(c, V, K, k_rows, pair_k, 1, d_after, ldv, d_v, pair_v);
       for (int64_t i = 0; i < c; ++i) ScaleRow<Acc>(V, to_end[i], d_v + i * pair_v);
       MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
     } else {
@@ -79,7 +79,7 @@ struct GatedRule : GatedForwardStages<Elem, Acc> {
     SplitPairGradients<Acc>(plan, c, tiles);
 
     // Through the states: dq_i += from_start_i S d_o_i, dk_i -= from_start_i S dv_i,
-    // dk_j += to_end_j d_state corrections_j.
+    // dk_j += to_end_j d_after corrections_j.
     Acc* d_q = tiles.d_rows;
     Acc* d_k = tiles.d_rows + ldk;
     for (int64_t i = 0; i < kChunk; ++i) tiles.d_from_start[i] = tiles.d_to_end[i] = 0;
@@ -96,8 +96,8 @@ struct GatedRule : GatedForwardStages<Elem, Acc> {
       }
     }
     Acc kept = 0;
-    if (has_after) {
-      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_transposed, ldk);
+    if (d_after != nullptr) {
+      LoadTileTransposed<Acc>(K, V, d_after, ldv, tiles.d_state_transposed, ldk);
       Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_transposed, ldk, tiles.to_state, ldk);
       for (int64_t i = 0; i < c; ++i) {
         const Acc* end_part = tiles.to_state + i * ldk;
@@ -110,17 +110,18 @@ struct GatedRule : GatedForwardStages<Elem, Acc> {
     }
     GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, over_chunk * kept,
                               chunk.exponents, static_cast<Acc*>(args.dg) + token, in.value_heads);
-    if (!wants_before) return;
+    if (d_before == nullptr) return;
 
-    // d_state = over_chunk d_state + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T), from the last token back, q
-    // and k in turn: each partial sum is then the gradient of the state at some token, not far larger than the result.
+    // d_before = over_chunk d_after + sum over i of from_start_i (q_i d_o_i^T - k_i dv_i^T), from the last token back,
+    // q and k in turn: each partial sum is then the gradient of the state at some token, not far larger than the
+    // result.
     for (int64_t i = 0; i < c; ++i) {
       ScaleRow<Acc>(V, chunk.from_start[i], d_o + i * pair_v);
       ScaleRow<Acc>(V, chunk.from_start[i], d_v + i * pair_v);
     }
-    for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk, d_state + r * ldv);
+    for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk, d_before + r * ldv);
     const int64_t last = 2 * c - 1;
-    Multiply<Into::kAdd>(K, V, 2 * c, chunk.rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv, d_state,
+    Multiply<Into::kAdd>(K, V, 2 * c, chunk.rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv, d_before,
                          ldv);
   }
 

@@ -25,14 +25,15 @@ struct GatedForwardStages {
   using BackwardTiles = GatedBackwardTiles<Acc>;
   using Decay = GatedDecay<Acc>;
 
-  // The products of q (if `with_q`) and k with k; the decays come per value head.
-  static void KeyProducts(const DeltaPlan& plan, int64_t c, bool with_q, const GatedChunkTiles<Acc>& tiles) {
+  // The products of k, and of q if it is wanted, with k; the decays come per value head.
+  static void KeyProducts(const DeltaPlan& plan, int64_t c, ChunkRows which, const GatedChunkTiles<Acc>& tiles) {
     const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
     MultiplyToLower<Into::kOverwrite>(c, K, tiles.rows + ldk, pair, tiles.k_transposed, ldc, tiles.kk, ldc);
-    if (with_q) MultiplyToLower<Into::kOverwrite>(c, K, tiles.rows, pair, tiles.k_transposed, ldc, tiles.qk, ldc);
+    if (which == ChunkRows::kQueriesAndKeys)
+      MultiplyToLower<Into::kOverwrite>(c, K, tiles.rows, pair, tiles.k_transposed, ldc, tiles.qk, ldc);
   }
 
-  static void PrepareHead(const DeltaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool,
+  static void PrepareHead(const DeltaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv, ChunkRows,
                           const GatedChunkTiles<Acc>& tiles) {
     const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
     ChunkDecay<Acc>(c, static_cast<const Acc*>(in.g) + token, in.value_heads, tiles.decay, plan.ldc, tiles.from_start,
@@ -40,14 +41,14 @@ struct GatedForwardStages {
     LoadColumn<Acc>(c, static_cast<const Acc*>(in.beta) + token, in.value_heads, tiles.beta);
   }
 
-  // system[i, j] = (k_i . k_j) decay_ij beta_j, and with `with_q` read[i, j] = (q_i . k_j) decay_ij beta_j.
-  static void WeighPairs(const DeltaPlan& plan, int64_t c, bool with_q, const GatedChunkTiles<Acc>& tiles) {
+  // system[i, j] = (k_i . k_j) decay_ij beta_j, and for queries read[i, j] = (q_i . k_j) decay_ij beta_j.
+  static void WeighPairs(const DeltaPlan& plan, int64_t c, ChunkRows which, const GatedChunkTiles<Acc>& tiles) {
     for (int64_t i = 0; i < c; ++i) {
       const int64_t row = i * plan.ldc;
       for (int64_t j = 0; j < TriangleWidth(i, c); j += kLanes<Acc>) {
         const Vec<Acc> weight = Load<Acc>(tiles.decay + row + j) * Load<Acc>(tiles.beta + j);
         Store(tiles.system + row + j, Load<Acc>(tiles.kk + row + j) * weight);
-        if (with_q) Store(tiles.read + row + j, Load<Acc>(tiles.qk + row + j) * weight);
+        if (which == ChunkRows::kQueriesAndKeys) Store(tiles.read + row + j, Load<Acc>(tiles.qk + row + j) * weight);
       }
     }
   }

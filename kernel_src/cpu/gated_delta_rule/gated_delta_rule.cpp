@@ -6,7 +6,7 @@ namespace packfree {
 using GatedDeltaRuleKernels = DeltaKernels<GatedDeltaRuleForward, GatedDeltaRuleBackward>;
 }  // namespace packfree
 
-#define PACKFREE_SOURCE "cpu/gated_delta_rule/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/gated_delta_rule/kernels-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {

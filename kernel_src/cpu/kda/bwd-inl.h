@@ -142,12 +142,12 @@ inline void PairGradients(const DeltaPlan& plan, int64_t c, const KdaBackwardTil
 // The whole rule, as delta_rule/units-inl.h takes it.
 template <class Elem, class Acc>
 struct KdaRule : KdaForwardStages<Elem, Acc> {
-  // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept;
-  // d_state is the gradient of the state after the chunk, 0 if not `has_after`, and becomes that of the state before it
-  // if `wants_before`.
+  // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept. The
+  // gradient of the state after the chunk, d_after or null for 0, becomes that of the state before it, d_before, unless
+  // that is null. Both are the same memory.
   static void BackwardHead(const KdaBackward& args, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
                            const KdaBackwardTiles<Acc>& tiles, const Acc* state_transposed, Acc* corrections,
-                           Acc* d_state, bool has_after, bool wants_before) {
+                           const Acc* d_after, Acc* d_before) {
     const KdaInputs& in = args.in;
     const KdaChunkTiles<Acc>& chunk = tiles.chunk;
     const int64_t K = plan.key_dim, V = plan.value_dim, ldk = plan.ldk, ldv = plan.ldv, ldc = plan.ldc;
@@ -158,22 +158,22 @@ struct KdaRule : KdaForwardStages<Elem, Acc> {
     const int64_t pair_v = plan.pair_v;
     Acc* d_o = chunk.value_rows;        // [c, V]
     Acc* d_v = chunk.value_rows + ldv;  // [c, V]: gradient of beta corrections, then -dv
-    KdaRule::PrepareHead(in, plan, begin, c, hv, true, chunk);
+    KdaRule::PrepareHead(in, plan, begin, c, hv, ChunkRows::kQueriesAndKeys, chunk);
     WeighPairsBackward<Acc>(plan, c, chunk);
     LoadTile<Acc>(c, V, static_cast<const Elem*>(args.dout) + token * V, in.value_heads * V, d_o, pair_v);
 
-    // d(beta corrections) = (k decayed to the end) d_state + read^T d_o, then back through the solve.
-    if (has_after) {
-      Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_state, ldv, d_v, pair_v);
+    // d(beta corrections) = (k decayed to the end) d_after + read^T d_o, then back through the solve.
+    if (d_after != nullptr) {
+      Multiply<Into::kOverwrite>(c, V, K, end_rows, ldk, 1, d_after, ldv, d_v, pair_v);
       MultiplyLowerTransposed<Into::kAdd>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
-      LoadTileTransposed<Acc>(K, V, d_state, ldv, tiles.d_state_transposed, ldk);
+      LoadTileTransposed<Acc>(K, V, d_after, ldv, tiles.d_state_transposed, ldk);
     } else {
       MultiplyLowerTransposed<Into::kOverwrite>(c, V, chunk.read, ldc, d_o, pair_v, d_v, pair_v);
     }
     CorrectionGradients<Elem, Acc>(args, plan, c, token, tiles, d_o, d_v, corrections);
 
     // What every log-decay of the chunk gets from the decay of the state over the whole of it.
-    const int64_t spanned = has_after && state_transposed != nullptr ? V : 0;
+    const int64_t spanned = d_after != nullptr && state_transposed != nullptr ? V : 0;
     for (int64_t x = 0; x < K; x += kLanes<Acc>) {
       Vec<Acc> kept = Zero<Acc>();
       for (int64_t r = 0; r < spanned; ++r) {
@@ -188,7 +188,7 @@ struct KdaRule : KdaForwardStages<Elem, Acc> {
       Multiply<Into::kOverwrite>(2 * c, K, V, d_o, ldv, 1, state_transposed, ldk, tiles.d_parts, ldk);
       GradientsFromBehind<Acc>(plan, 0, c, -1, chunk.from_start, chunk.start_rows, tiles.d_parts, tiles);
     }
-    if (has_after) {
+    if (d_after != nullptr) {
       Multiply<Into::kOverwrite>(c, K, V, corrections, ldv, 1, tiles.d_state_transposed, ldk, tiles.d_parts, ldk);
       GradientsFromMark<Acc>(plan, c, end_mark, c, tiles.d_parts, tiles);
     }
@@ -198,13 +198,13 @@ struct KdaRule : KdaForwardStages<Elem, Acc> {
     StoreDecayGradients<Acc>(Gate<Acc>(in, hv), c, K, static_cast<const Acc*>(in.g) + at, in.value_heads * K,
                              tiles.d_decay, ldk, static_cast<Acc*>(args.dg) + at, d_rates, in.value_heads);
 
-    if (!wants_before) return;
-    // d_state = decay over the chunk d_state + (q decayed from the start)^T d_o - (k decayed from the start)^T dv, from
-    // the last token back, q and k in turn: each partial sum is then the gradient of the state at some token.
-    for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk[r], d_state + r * ldv);
+    if (d_before == nullptr) return;
+    // d_before = decay over the chunk d_after + (q decayed from the start)^T d_o - (k decayed from the start)^T dv,
+    // from the last token back, q and k in turn: each partial sum is then the gradient of the state at some token.
+    for (int64_t r = 0; r < K; ++r) ScaleRow<Acc>(V, over_chunk[r], d_before + r * ldv);
     const int64_t last = 2 * c - 1;
     Multiply<Into::kAdd>(K, V, 2 * c, chunk.start_rows + last * ldk, 1, -ldk, chunk.value_rows + last * ldv, -ldv,
-                         d_state, ldv);
+                         d_before, ldv);
   }
 
   // A key head has no products of its own; see KeyProducts.

@@ -61,11 +61,11 @@ inline void ChunkDecays(const DeltaPlan& plan, int64_t c, const KdaChunkTiles<Ac
   }
 }
 
-// Rows of q (if `with_q`) and k, decayed: inner_rows, start_rows, mark_rows.
+// Rows of k, and of q if it is wanted, decayed: inner_rows, start_rows, mark_rows.
 template <class Acc>
-inline void DecayRows(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
+inline void DecayRows(const DeltaPlan& plan, int64_t c, ChunkRows which, const KdaChunkTiles<Acc>& tiles) {
   const int64_t K = plan.key_dim, ld = plan.ldk;
-  for (int64_t side = with_q ? 0 : 1; side < 2; ++side) {
+  for (int64_t side = which == ChunkRows::kQueriesAndKeys ? 0 : 1; side < 2; ++side) {
     for (int64_t i = 0; i < c; ++i) {
       const int64_t at = (2 * i + side) * ld;
       MultiplyRow<Acc>(K, tiles.rows + at, tiles.inner + i * ld, tiles.inner_rows + at);
@@ -84,7 +84,7 @@ inline void DecayRows(const DeltaPlan& plan, int64_t c, bool with_q, const KdaCh
 // Pairs inside one sub-block of `count` tokens: q, k (rows `pair` apart) and step at its first token, `running`
 // holding its keys transposed.
 // Lane j of a row of `running` is key j decayed to the present token i; it starts to decay once i has passed it.
-template <class Acc, bool kWithQ>
+template <class Acc, ChunkRows kWhich>
 inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const Acc* k, int64_t pair, const Acc* step,
                             int64_t ldk, Acc* running, Acc* read, Acc* mix, int64_t ldc) {
   constexpr int L = kLanes<Acc>;
@@ -117,14 +117,15 @@ inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const 
           Vec<Acc> key = Load<Acc>(at + m * L);
           key = Select(begun[m], key * decay, key);
           Store(at + m * L, key);
-          if constexpr (kWithQ) by_q[odd][m] = MulAdd(Set<Acc>(q_row[x + odd]), key, by_q[odd][m]);
+          if constexpr (kWhich == ChunkRows::kQueriesAndKeys)
+            by_q[odd][m] = MulAdd(Set<Acc>(q_row[x + odd]), key, by_q[odd][m]);
           by_k[odd][m] = MulAdd(k_value, key, by_k[odd][m]);
         }
       }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kRegisters; ++m) {
-      if constexpr (kWithQ) {
+      if constexpr (kWhich == ChunkRows::kQueriesAndKeys) {
         Store(read + i * ldc + m * L, Select(lane[m] <= static_cast<Lane>(i), by_q[0][m] + by_q[1][m], Zero<Acc>()));
       }
       Store(mix + i * ldc + m * L, Select(begun[m], by_k[0][m] + by_k[1][m], Zero<Acc>()));
@@ -132,9 +133,9 @@ inline void PairsInSubBlock(int64_t key_dim, int64_t count, const Acc* q, const 
   }
 }
 
-// tiles.mix and, with `with_q`, tiles.read.
+// tiles.mix and, for queries, tiles.read.
 template <class Acc>
-inline void DecayedPairs(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
+inline void DecayedPairs(const DeltaPlan& plan, int64_t c, ChunkRows which, const KdaChunkTiles<Acc>& tiles) {
   const int64_t K = plan.key_dim, ldk = plan.ldk, pair = plan.pair_k, ldc = plan.ldc;
   for (int64_t first = 0; first < c; first += kSubBlock) {
     const int64_t count = c - first < kSubBlock ? c - first : kSubBlock;
@@ -144,17 +145,20 @@ inline void DecayedPairs(const DeltaPlan& plan, int64_t c, bool with_q, const Kd
       const Acc* keys = tiles.mark_rows + MarkRow(first / kSubBlock) * ldk;
       LoadTileTransposed<Acc>(first, K, keys, ldk, tiles.transposed, ldc);
       const Acc* inner = tiles.inner_rows + first * pair;
-      if (with_q) Multiply<Into::kOverwrite>(count, first, K, inner, pair, 1, tiles.transposed, ldc, read, ldc);
+      if (which == ChunkRows::kQueriesAndKeys)
+        Multiply<Into::kOverwrite>(count, first, K, inner, pair, 1, tiles.transposed, ldc, read, ldc);
       Multiply<Into::kOverwrite>(count, first, K, inner + ldk, pair, 1, tiles.transposed, ldc, mix, ldc);
     }
     if (count < kSubBlock) ClearTile<Acc>(K, kSubBlock, tiles.running, kSubBlock);
     LoadTile<Acc>(K, count, tiles.k_transposed + first, ldc, tiles.running, kSubBlock);
     const Acc* q = tiles.rows + first * pair;
     const Acc* step = tiles.step + first * ldk;
-    if (with_q) {
-      PairsInSubBlock<Acc, true>(K, count, q, q + ldk, pair, step, ldk, tiles.running, read + first, mix + first, ldc);
+    if (which == ChunkRows::kQueriesAndKeys) {
+      PairsInSubBlock<Acc, ChunkRows::kQueriesAndKeys>(K, count, q, q + ldk, pair, step, ldk, tiles.running,
+                                                       read + first, mix + first, ldc);
     } else {
-      PairsInSubBlock<Acc, false>(K, count, q, q + ldk, pair, step, ldk, tiles.running, read + first, mix + first, ldc);
+      PairsInSubBlock<Acc, ChunkRows::kKeys>(K, count, q, q + ldk, pair, step, ldk, tiles.running, read + first,
+                                             mix + first, ldc);
     }
   }
 }
@@ -190,29 +194,29 @@ struct KdaForwardStages {
   using Decay = KdaDecay<Acc>;
 
   // Products of q and k are weighed by decays per channel, so each value head makes its own: nothing for a key head.
-  static void KeyProducts(const DeltaPlan&, int64_t, bool, const KdaChunkTiles<Acc>&) {}
+  static void KeyProducts(const DeltaPlan&, int64_t, ChunkRows, const KdaChunkTiles<Acc>&) {}
 
   // Decays, decayed rows, pairs, beta.
-  static void PrepareHead(const KdaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv, bool with_q,
-                          const KdaChunkTiles<Acc>& tiles) {
+  static void PrepareHead(const KdaInputs& in, const DeltaPlan& plan, int64_t begin, int64_t c, int64_t hv,
+                          ChunkRows which, const KdaChunkTiles<Acc>& tiles) {
     const int64_t token = begin * in.value_heads + hv;  // of [T, HV]
     LoadDecays<Acc>(Gate<Acc>(in, hv), c, plan.key_dim, static_cast<const Acc*>(in.g) + token * plan.key_dim,
                     in.value_heads * plan.key_dim, tiles.step, plan.ldk);
     SubBlockDecays<Acc>(plan, c, tiles);
     ChunkDecays<Acc>(plan, c, tiles);
-    DecayRows<Acc>(plan, c, with_q, tiles);
-    DecayedPairs<Acc>(plan, c, with_q, tiles);
+    DecayRows<Acc>(plan, c, which, tiles);
+    DecayedPairs<Acc>(plan, c, which, tiles);
     LoadColumn<Acc>(c, static_cast<const Acc*>(in.beta) + token, in.value_heads, tiles.beta);
   }
 
-  // system[i, j] = mix[i, j] beta_j: the system of corrections at beta = 1. With `with_q` read[i, j] *= beta_j.
-  static void WeighPairs(const DeltaPlan& plan, int64_t c, bool with_q, const KdaChunkTiles<Acc>& tiles) {
+  // system[i, j] = mix[i, j] beta_j: the system of corrections at beta = 1. For queries read[i, j] *= beta_j.
+  static void WeighPairs(const DeltaPlan& plan, int64_t c, ChunkRows which, const KdaChunkTiles<Acc>& tiles) {
     for (int64_t i = 0; i < c; ++i) {
       const int64_t row = i * plan.ldc;
       for (int64_t j = 0; j < TriangleWidth(i, c); j += kLanes<Acc>) {
         const Vec<Acc> beta = Load<Acc>(tiles.beta + j);
         Store(tiles.system + row + j, Load<Acc>(tiles.mix + row + j) * beta);
-        if (with_q) Store(tiles.read + row + j, Load<Acc>(tiles.read + row + j) * beta);
+        if (which == ChunkRows::kQueriesAndKeys) Store(tiles.read + row + j, Load<Acc>(tiles.read + row + j) * beta);
       }
     }
   }

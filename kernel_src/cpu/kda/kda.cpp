@@ -8,7 +8,7 @@ struct KdaKernels : DeltaKernels<KdaForward, KdaBackward> {
 };
 }  // namespace packfree
 
-#define PACKFREE_SOURCE "cpu/kda/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/kda/kernels-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {

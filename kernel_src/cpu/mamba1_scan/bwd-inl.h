@@ -125,10 +125,11 @@ inline void AdvanceStates(const ScanBackwardArgs& args, const ScanItem& item, co
     const Acc* delta = tiles.delta + c * kScanTokens;
     const Acc* input = tiles.input + c * kScanTokens;
     int64_t n = 0;
-    for (; n + kScanStates <= args.states; n += kScanStates) {
+    for (; n + kScanStatesTogether <= args.states; n += kScanStatesTogether) {
       const int64_t row = c * args.states + n * L;
-      RecomputeTokens<Acc, kScanStates, kFixedB, false>(kScanTokens, delta, input, shared.rate2 + row, B + n * kStep,
-                                                        shared.stride, before + row, after + row, nullptr, nullptr);
+      RecomputeTokens<Acc, kScanStatesTogether, kFixedB, false>(kScanTokens, delta, input, shared.rate2 + row,
+                                                                B + n * kStep, shared.stride, before + row, after + row,
+                                                                nullptr, nullptr);
     }
     for (; n < args.states; ++n) {
       const int64_t row = c * args.states + n * L;
@@ -208,8 +209,8 @@ template <class Acc, bool kFixedB, bool kFixedC>
 inline void ReverseBlock(const ScanBackwardArgs& args, const ScanItem& item, const ScanBackwardTiles<Acc>& tiles,
                          int64_t sequence, int64_t token, int64_t tokens, const Acc* before) {
   int64_t n = 0;
-  for (; n + kScanStates <= args.states; n += kScanStates) {
-    ReverseStates<Acc, kScanStates, kFixedB, kFixedC>(args, item, tiles, sequence, token, tokens, n, before);
+  for (; n + kScanStatesTogether <= args.states; n += kScanStatesTogether) {
+    ReverseStates<Acc, kScanStatesTogether, kFixedB, kFixedC>(args, item, tiles, sequence, token, tokens, n, before);
   }
   for (; n < args.states; ++n) {
     ReverseStates<Acc, 1, kFixedB, kFixedC>(args, item, tiles, sequence, token, tokens, n, before);

@@ -41,9 +41,9 @@ inline void ScanStates(const ScanArgs& args, const ScanTiles<Acc>& tiles, int64_
   constexpr int64_t kStepB = kFixedB ? L : 1, kStepC = kFixedC ? L : 1;
   Acc* state = tiles.state + c * args.states;
   int64_t n = 0;
-  for (; n + kScanStates <= args.states; n += kScanStates) {
-    ScanTokens<Acc, kScanStates, kFixedB, kFixedC>(tokens, delta, input, rate2 + n * L, B + n * kStepB, C + n * kStepC,
-                                                   tiles.stride, state + n * L, y);
+  for (; n + kScanStatesTogether <= args.states; n += kScanStatesTogether) {
+    ScanTokens<Acc, kScanStatesTogether, kFixedB, kFixedC>(tokens, delta, input, rate2 + n * L, B + n * kStepB,
+                                                           C + n * kStepC, tiles.stride, state + n * L, y);
   }
   for (; n < args.states; ++n) {
     ScanTokens<Acc, 1, kFixedB, kFixedC>(tokens, delta, input, rate2 + n * L, B + n * kStepB, C + n * kStepC,

@@ -18,7 +18,7 @@ struct ScanKernels {
 
 // No tier of its own for the bf16 instructions: they multiply bf16 numbers, and the scan computes in float throughout.
 #define PACKFREE_HIGHEST_TIER PACKFREE_UP_TO_VECTORS
-#define PACKFREE_SOURCE "cpu/mamba1_scan/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/mamba1_scan/kernels-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {

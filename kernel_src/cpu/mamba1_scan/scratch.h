@@ -23,14 +23,12 @@ struct ScanItem {
 };
 
 // States that the inner loops advance together: the next in line hide the latency of one.
-constexpr int kScanStates = 4;
+constexpr int kScanStatesTogether = 4;
 // Lanes of the widest register that holds an Acc.
-constexpr int64_t kScanMostLanes = 16;
+constexpr int64_t kScanMaxLanes = 16;
 
 // Row of a tile with N columns.
-inline int64_t ScanStateStride(int64_t states) {
-  return (states + kScanMostLanes - 1) / kScanMostLanes * kScanMostLanes;
-}
+inline int64_t ScanStateStride(int64_t states) { return (states + kScanMaxLanes - 1) / kScanMaxLanes * kScanMaxLanes; }
 
 // L below is the number of lanes, and a "lane group" the channels of one register. Tiles of channels are cut by lane
 // groups: [groups, rows, L], kScanChannels elements a row in all.
@@ -72,11 +70,11 @@ struct ScanForwardTiles {
 
   ScanForwardTiles(const ScanArgs& args, Pieces<Acc>& pieces)
       : shared(args, pieces),
-        u(pieces.Take(kScanTokens * kScanMostLanes)),
-        delta(pieces.Take(kScanTokens * kScanMostLanes)),
-        input(pieces.Take(kScanTokens * kScanMostLanes)),
-        z(pieces.Take(kScanTokens * kScanMostLanes)),
-        y(pieces.Take(kScanTokens * kScanMostLanes)) {}
+        u(pieces.Take(kScanTokens * kScanMaxLanes)),
+        delta(pieces.Take(kScanTokens * kScanMaxLanes)),
+        input(pieces.Take(kScanTokens * kScanMaxLanes)),
+        z(pieces.Take(kScanTokens * kScanMaxLanes)),
+        y(pieces.Take(kScanTokens * kScanMaxLanes)) {}
 };
 
 template <class Acc>
@@ -94,7 +92,7 @@ struct ScanBackwardTiles {
   Acc* y;       // sum over the states of C h
   Acc* dinput;  // gradient of `input`
   Acc* drate;   // sum over the states of A times the gradient of A delta
-  // Of one lane group and kScanStates states, [kScanTokens, states, L] each.
+  // Of one lane group and kScanStatesTogether states, [kScanTokens, states, L] each.
   Acc* decay;
   Acc* decayed;  // decay times the state before the token
   // Summed over the lane groups, [kScanTokens, states, L] each; then over lanes.
@@ -116,12 +114,12 @@ struct ScanBackwardTiles {
         y(pieces.Take(kScanTokens * kScanChannels)),
         dinput(pieces.Take(kScanTokens * kScanChannels)),
         drate(pieces.Take(kScanTokens * kScanChannels)),
-        decay(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
-        decayed(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
-        dB(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
-        dC(pieces.Take(kScanTokens * kScanStates * kScanMostLanes)),
-        sums(pieces.Take(kScanTokens * kScanStates)),
-        parameters(pieces.Take(3 * kScanStates * kScanMostLanes)) {}
+        decay(pieces.Take(kScanTokens * kScanStatesTogether * kScanMaxLanes)),
+        decayed(pieces.Take(kScanTokens * kScanStatesTogether * kScanMaxLanes)),
+        dB(pieces.Take(kScanTokens * kScanStatesTogether * kScanMaxLanes)),
+        dC(pieces.Take(kScanTokens * kScanStatesTogether * kScanMaxLanes)),
+        sums(pieces.Take(kScanTokens * kScanStatesTogether)),
+        parameters(pieces.Take(3 * kScanStatesTogether * kScanMaxLanes)) {}
 };
 
 // Sequences of a pack in stretches of at least kScanGroupTokens tokens.

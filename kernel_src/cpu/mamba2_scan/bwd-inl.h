@@ -96,11 +96,11 @@ inline void StoreStepGradients(const Mamba2ScanBackward& args, int64_t begin, in
   *d_bias += sum_bias;
 }
 
-// One chunk of one head. `state_transposed` is the state before it, or null for 0; d_state the gradient of the state
-// after it, which is 0 if not `has_after`, and becomes that of the state before it if `wants_before`.
+// One chunk of one head. `state_transposed` is the state before it, or null for 0. The gradient of the state after it,
+// d_after or null for 0, becomes that of the state before it, d_before, unless that is null. Both are the same memory.
 template <class Elem, class Acc>
 inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& plan, int64_t begin, int64_t c,
-                          int64_t h, const Acc* state_transposed, Acc* d_state, bool has_after, bool wants_before,
+                          int64_t h, const Acc* state_transposed, const Acc* d_after, Acc* d_before,
                           const Mamba2BackwardTiles<Acc>& tiles, double* d_d) {
   const Mamba2ScanInputs& in = args.in;
   const Mamba2ChunkTiles<Acc>& chunk = tiles.chunk;
@@ -126,13 +126,13 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
     SkipGradients<Acc>(plan, c, static_cast<const Acc*>(in.d) + h * P, chunk.x_rows, d_out, tiles.d_x, d_d);
   }
 
-  // Through the state after it: dx_j += w_j B_j d_state, dB_j += w_j d_state x_j with w_j = to_end_j step_j.
+  // Through the state after it: dx_j += w_j B_j d_after, dB_j += w_j d_after x_j with w_j = to_end_j step_j.
   const Acc* to_end = chunk.decay + (c - 1) * ldc;
   Acc d_over_chunk = 0;
   for (int64_t j = 0; j < kChunk; ++j) tiles.d_to_end[j] = 0;
-  if (has_after) {
-    Multiply<Into::kOverwrite>(c, P, S, chunk.b_rows, lds, 1, d_state, ldp, tiles.from_end, ldp);
-    LoadTileTransposed<Acc>(S, P, d_state, ldp, tiles.d_state_transposed, lds);
+  if (d_after != nullptr) {
+    Multiply<Into::kOverwrite>(c, P, S, chunk.b_rows, lds, 1, d_after, ldp, tiles.from_end, ldp);
+    LoadTileTransposed<Acc>(S, P, d_after, ldp, tiles.d_state_transposed, lds);
     for (int64_t j = 0; j < c; ++j) {
       const Acc along = to_end[j] * RowDot<Acc>(P, chunk.x_rows + j * ldp, tiles.from_end + j * ldp);
       const Acc weight = to_end[j] * chunk.step[j];
@@ -161,10 +161,10 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
       AddScaledRow<Acc>(S, Acc(1), tiles.part + i * lds, tiles.d_c + i * lds);
     }
   }
-  // d_state = decay over the chunk * d_state + sum over i of C_i (from_start_i d_out_i)^T
-  if (wants_before) {
-    for (int64_t r = 0; r < S; ++r) ScaleRow<Acc>(P, chunk.from_start[c - 1], d_state + r * ldp);
-    Multiply<Into::kAdd>(S, P, c, chunk.c_rows, 1, lds, d_out, ldp, d_state, ldp);
+  // d_before = decay over the chunk * d_after + sum over i of C_i (from_start_i d_out_i)^T
+  if (d_before != nullptr) {
+    for (int64_t r = 0; r < S; ++r) ScaleRow<Acc>(P, chunk.from_start[c - 1], d_before + r * ldp);
+    Multiply<Into::kAdd>(S, P, c, chunk.c_rows, 1, lds, d_out, ldp, d_before, ldp);
   }
   GatherDecayGradients<Acc>(c, tiles.pairs, ldc, tiles.d_from_start, tiles.d_to_end, d_over_chunk, chunk.exponents,
                             tiles.d_log_decay, 1);
@@ -201,13 +201,14 @@ struct Mamba2BackwardPass {
   int64_t n, row, block;
   const Mamba2BackwardTiles<Acc>& tiles;
 
-  // With `keep` stores each chunk's states; then the state after the last chunk is not wanted.
-  void Recompute(int64_t from, int64_t to, bool keep) const {
+  // Kept of a chunk are the states before it; then the state after the last chunk is not wanted.
+  void Recompute(int64_t from, int64_t to, Keep keep) const {
+    const bool keeps = keep == Keep::kChunks;
     for (int64_t index = from; index < to; ++index) {
-      if (keep) __builtin_memcpy(tiles.kept + (index - from) * plan.kept, tiles.running, plan.kept * sizeof(Acc));
-      if (keep && index + 1 == to) break;
+      if (keeps) __builtin_memcpy(tiles.kept + (index - from) * plan.kept, tiles.running, plan.kept * sizeof(Acc));
+      if (keeps && index + 1 == to) break;
       const Chunk span(args.in.packing, n, index);
-      LoadGroup<Elem, Acc>(args.in, plan, span.begin, span.count, heads.group, false, tiles.chunk);
+      LoadB<Elem, Acc>(args.in, plan, span.begin, span.count, heads.group, tiles.chunk);
       for (int64_t j = 0; j < heads.count; ++j) AdvanceHead(span.begin, span.count, j);
     }
   }
@@ -234,7 +235,7 @@ struct Mamba2BackwardPass {
     const bool from_zero = index == 0 && in.initial_state == nullptr;
     const bool has_after = index + 1 < tiles.segments.chunks || args.dfinal_state != nullptr;
     const bool wants_before = index > 0 || args.dinitial_state != nullptr;
-    LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, true, chunk);
+    LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, chunk);
     ClearTile<Acc>(c, c, tiles.d_cb, plan.ldc);
     ClearTile<Acc>(c, plan.state_dim, tiles.d_b, plan.lds);
     ClearTile<Acc>(c, plan.state_dim, tiles.d_c, plan.lds);
@@ -244,8 +245,9 @@ struct Mamba2BackwardPass {
       LoadSteps<Acc>(in, begin, c, h, chunk.step, chunk.log_decay);
       ChunkDecay<Acc>(c, chunk.log_decay, 1, chunk.decay, plan.ldc, chunk.from_start, chunk.exponents);
       WeighReads<Acc>(plan, c, chunk);
-      BackwardChunk<Elem, Acc>(args, plan, begin, c, h, from_zero ? nullptr : state, tiles.d_states + j * plan.state,
-                               has_after, wants_before, tiles,
+      Acc* d_state = tiles.d_states + j * plan.state;
+      BackwardChunk<Elem, Acc>(args, plan, begin, c, h, from_zero ? nullptr : state, has_after ? d_state : nullptr,
+                               wants_before ? d_state : nullptr, tiles,
                                partials.dd == nullptr ? nullptr : partials.dd + (row + h) * plan.head_dim);
       StoreStepGradients<Acc>(args, begin, c, h, tiles, partials.da + row + h, partials.ddt_bias + row + h);
     }

@@ -1,13 +1,19 @@
 // Stages of a chunk that both directions of Mamba-2's scan share. Included once per tier, after simd/*-inl.h and
 // chunked/*-inl.h. c counts the tokens of the chunk.
 
-// Loads B, and if `with_c` C and the products C_i . B_j, of tokens [begin, begin + c).
+// Loads B of tokens [begin, begin + c).
 template <class Elem, class Acc>
-inline void LoadGroup(const Mamba2ScanInputs& in, const Mamba2ScanPlan& plan, int64_t begin, int64_t c, int64_t group,
-                      bool with_c, const Mamba2ChunkTiles<Acc>& tiles) {
+inline void LoadB(const Mamba2ScanInputs& in, const Mamba2ScanPlan& plan, int64_t begin, int64_t c, int64_t group,
+                  const Mamba2ChunkTiles<Acc>& tiles) {
   const Elem* b = static_cast<const Elem*>(in.b) + begin * in.b_token + group * in.b_group;
   LoadTile<Acc>(c, plan.state_dim, b, in.b_token, tiles.b_rows, plan.lds);
-  if (!with_c) return;
+}
+
+// Loads B, C and the products C_i . B_j.
+template <class Elem, class Acc>
+inline void LoadGroup(const Mamba2ScanInputs& in, const Mamba2ScanPlan& plan, int64_t begin, int64_t c, int64_t group,
+                      const Mamba2ChunkTiles<Acc>& tiles) {
+  LoadB<Elem, Acc>(in, plan, begin, c, group, tiles);
   const Elem* c_rows = static_cast<const Elem*>(in.c) + begin * in.c_token + group * in.c_group;
   LoadTile<Acc>(c, plan.state_dim, c_rows, in.c_token, tiles.c_rows, plan.lds);
   LoadTileTransposed<Acc>(c, plan.state_dim, tiles.b_rows, plan.lds, tiles.b_transposed, plan.ldc);

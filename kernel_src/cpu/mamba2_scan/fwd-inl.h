@@ -46,7 +46,7 @@ inline void ForwardUnit(const Mamba2ScanForward& args, int64_t n, int64_t block,
     const int64_t begin = span.begin, c = span.count;
     const bool from_zero = index == 0 && in.initial_state == nullptr;
     const bool last = index + 1 == chunks && args.final_state == nullptr;
-    LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, true, chunk);
+    LoadGroup<Elem, Acc>(in, plan, begin, c, heads.group, chunk);
     for (int64_t j = 0; j < heads.count; ++j) {
       const int64_t h = heads.first + j;
       Acc* state = tiles.states + j * plan.state;

@@ -19,7 +19,7 @@ struct Mamba2ScanKernels {
 };
 }  // namespace packfree
 
-#define PACKFREE_SOURCE "cpu/mamba2_scan/tier-inl.h"
+#define PACKFREE_SOURCE "cpu/mamba2_scan/kernels-inl.h"
 #include "cpu/simd/each_tier.h"
 
 namespace packfree {

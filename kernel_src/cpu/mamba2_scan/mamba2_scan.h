@@ -4,7 +4,7 @@
 
 #include "common/dtypes.h"
 #include "common/packing.h"
-#include "common/selective_state_update.h"
+#include "common/mamba2_scan.h"
 #include "cpu/simd/tier.h"
 
 namespace packfree {

@@ -1,6 +1,6 @@
 // Compiles an op once per tier. The op's .cpp names its source and includes this file:
 //
-//   #define PACKFREE_SOURCE "cpu/<op>/tier-inl.h"
+//   #define PACKFREE_SOURCE "cpu/<op>/kernels-inl.h"
 //   #include "cpu/simd/each_tier.h"
 //
 // The source stands between begin_<tier>.h and end_tier.h, tier after tier, and ends with

@@ -29,7 +29,7 @@ int64_t ConvTiles(int64_t rows, int64_t row_tokens, bool channels_last) {
   return rows * ConvRowTiles(row_tokens, channels_last);
 }
 
-const char* causal_conv1d_fwd_cuda(const ConvForwardArgs& args, int32_t* owners, void* stream) {
+const char* CausalConv1dForwardCuda(const ConvForwardArgs& args, int32_t* owners, void* stream) {
   Launcher launcher(stream);
   RunOwners(launcher, args.packing, owners);
   WithConvForm(args, [&](auto element, auto width, auto channels_last) {
@@ -45,7 +45,7 @@ const char* causal_conv1d_fwd_cuda(const ConvForwardArgs& args, int32_t* owners,
   return launcher.error();
 }
 
-const char* causal_conv1d_bwd_cuda(const ConvBackwardArgs& args, int32_t* owners, void* stream) {
+const char* CausalConv1dBackwardCuda(const ConvBackwardArgs& args, int32_t* owners, void* stream) {
   Launcher launcher(stream);
   RunOwners(launcher, args.packing, owners);
   WithConvForm(args, [&](auto element, auto width, auto channels_last) {
@@ -67,7 +67,7 @@ const char* causal_conv1d_bwd_cuda(const ConvBackwardArgs& args, int32_t* owners
   return launcher.error();
 }
 
-const char* causal_conv1d_update_cuda(const ConvUpdateArgs& args, int64_t rows, void* stream) {
+const char* CausalConv1dUpdateCuda(const ConvUpdateArgs& args, int64_t rows, void* stream) {
   Launcher launcher(stream);
   launcher.Run(&ConvUpdateKernel, ElementBlocks(args.batch * args.channels), kElementThreads, args, rows);
   return launcher.error();

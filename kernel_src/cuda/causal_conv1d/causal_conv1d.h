@@ -11,10 +11,10 @@ namespace packfree {
 int64_t ConvTiles(int64_t rows, int64_t row_tokens, bool channels_last);
 
 // owners [B * T] is scratch in all of them. Tokens that no sequence owns get 0.
-const char* causal_conv1d_fwd_cuda(const ConvForwardArgs& args, int32_t* owners, void* stream);
+const char* CausalConv1dForwardCuda(const ConvForwardArgs& args, int32_t* owners, void* stream);
 // Also sums the partials into args.dweight and args.dbias.
-const char* causal_conv1d_bwd_cuda(const ConvBackwardArgs& args, int32_t* owners, void* stream);
+const char* CausalConv1dBackwardCuda(const ConvBackwardArgs& args, int32_t* owners, void* stream);
 // A row that args.state_rows names outside [0, rows) is not touched; its outputs are NaN.
-const char* causal_conv1d_update_cuda(const ConvUpdateArgs& args, int64_t rows, void* stream);
+const char* CausalConv1dUpdateCuda(const ConvUpdateArgs& args, int64_t rows, void* stream);
 
 }  // namespace packfree

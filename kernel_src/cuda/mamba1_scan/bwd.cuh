@@ -16,11 +16,11 @@ namespace packfree {
 
 struct ScanBackwardShared {
   ScanShared tiles;
-  float sums[kScanThreads / 32][kScanStates][2 * kScanRun];  // of each warp: dB of the run's tokens, then dC
+  float sums[kScanThreads / 32][kScanStatesStaged][2 * kScanRun];  // of each warp: dB of the run's tokens, then dC
 };
 
 // Scratch of one block, [.., kScanThreads]: the state before each run, and the gradient that goes on to the left.
-struct ScanKept {
+struct ScanStates {
   float* states;   // [kScanRuns, N, kScanThreads]
   float* carried;  // [N, kScanThreads]
 
@@ -48,9 +48,9 @@ struct ScanStateSums {
 
 // One state through a run: forward from `value`, then back from `carried`, which it returns moved on to the left.
 // per_token [2 * kScanRun] gets dB and dC.
-template <bool kMarks>
+template <bool kHasEnds>
 __device__ __forceinline__ float ScanBackwardRun(const ScanBackwardArgs& args, const ScanShared& shared,
-                                                 const ScanRunOf& run, const ScanChannel& channel, int64_t state,
+                                                 const ScanRun& run, const ScanChannel& channel, int64_t state,
                                                  float rate, const float (&b)[kScanRun], const float (&c)[kScanRun],
                                                  float value, float carried, ScanGradientRun& tokens,
                                                  float (&per_token)[2 * kScanRun], ScanStateSums& sums) {
@@ -58,8 +58,8 @@ __device__ __forceinline__ float ScanBackwardRun(const ScanBackwardArgs& args, c
   float decay[kScanRun], kept[kScanRun];
 #pragma unroll
   for (int i = 0; i < kScanRun; ++i) {
-    if (kMarks && i < run.count && shared.marks[run.first + i].begins) {
-      value = StateOf(args, args.initial_state, shared.marks[run.first + i].sequence, channel.index, state);
+    if (kHasEnds && i < run.count && shared.tokens[run.first + i].begins) {
+      value = StateOf(args, args.initial_state, shared.tokens[run.first + i].sequence, channel.index, state);
     }
     decay[i] = exp2f(tokens.steps[i] * rate2);
     kept[i] = decay[i] * value;
@@ -68,8 +68,8 @@ __device__ __forceinline__ float ScanBackwardRun(const ScanBackwardArgs& args, c
   sums = {0.0f, 0.0f, 0.0f};
 #pragma unroll
   for (int i = kScanRun - 1; i >= 0; --i) {
-    if (kMarks && i < run.count && shared.marks[run.first + i].ends) {
-      carried = StateOf(args, args.dfinal_state, shared.marks[run.first + i].sequence, channel.index, state);
+    if (kHasEnds && i < run.count && shared.tokens[run.first + i].ends) {
+      carried = StateOf(args, args.dfinal_state, shared.tokens[run.first + i].sequence, channel.index, state);
     }
     const float h = fmaf(tokens.inputs[i], b[i], kept[i]);
     const float dh = fmaf(tokens.g[i], c[i], carried);
@@ -83,9 +83,9 @@ __device__ __forceinline__ float ScanBackwardRun(const ScanBackwardArgs& args, c
     tokens.drate[i] = fmaf(dexponent, rate, tokens.drate[i]);
     sums.dA = fmaf(dexponent, tokens.steps[i], sums.dA);
     carried = decay[i] * dh;
-    if (kMarks && i < run.count && shared.marks[run.first + i].begins && args.dinitial_state != nullptr &&
+    if (kHasEnds && i < run.count && shared.tokens[run.first + i].begins && args.dinitial_state != nullptr &&
         channel.present) {
-      const int64_t sequence = shared.marks[run.first + i].sequence;
+      const int64_t sequence = shared.tokens[run.first + i].sequence;
       static_cast<float*>(args.dinitial_state)[(sequence * args.channels + channel.index) * args.states + state] =
           carried;
     }
@@ -93,12 +93,12 @@ __device__ __forceinline__ float ScanBackwardRun(const ScanBackwardArgs& args, c
   return carried;
 }
 
-// The state before each run of the stretch, for all states.
+// The state before each run of the tile, for all states.
 __device__ __forceinline__ void KeepStates(const ScanBackwardArgs& args, const ScanSlots& slots, int64_t tile,
                                            int tokens, const ScanChannel& channel, ScanShared& shared,
-                                           const ScanKept& kept) {
+                                           const ScanStates& kept) {
   for (int r = 0; r * kScanRun < tokens; ++r) {
-    const ScanRunOf run = RunAt(shared, r, tokens);
+    const ScanRun run = RunAt(shared, r, tokens);
     float steps[kScanRun], inputs[kScanRun];
     LoadSteps(args, shared, run, channel, steps);
     LoadTokens(args.u, shared, run, channel, inputs);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void KeepStates(const ScanBackwardArgs& args, const S
         if (r > 0) {
           value = *kept.State(args, r, state);
         } else {
-          if (channel.present && !shared.marks[0].begins) value = *slots.Value(args, tile, state, channel.index);
+          if (channel.present && !shared.tokens[0].begins) value = *slots.Value(args, tile, state, channel.index);
           *kept.State(args, r, state) = value;
         }
         if ((r + 1) * kScanRun >= tokens) continue;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void KeepStates(const ScanBackwardArgs& args, const S
         const float rate2 = RateOf(args, channel, state) * kLog2E;
 #pragma unroll
         for (int i = 0; i < kScanRun; ++i) {
-          const ScanMark& mark = shared.marks[run.first + i];
-          if (mark.begins) value = StateOf(args, args.initial_state, mark.sequence, channel.index, state);
+          const ScanToken& token = shared.tokens[run.first + i];
+          if (token.begins) value = StateOf(args, args.initial_state, token.sequence, channel.index, state);
           value = fmaf(inputs[i], b[i], exp2f(steps[i] * rate2) * value);
         }
         *kept.State(args, r + 1, state) = value;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void AddToRow(const ScanBackwardArgs& args, int64_t t
 
 // dB and dC of a run, summed over the block's channels: from the warps' sums into the partial sums [columns, T, N].
 __device__ __forceinline__ void StoreTokenSums(const ScanBackwardArgs& args, const ScanBackwardShared& shared,
-                                               int64_t begin, const ScanRunOf& run, const ScanChannel& channel,
+                                               int64_t begin, const ScanRun& run, const ScanChannel& channel,
                                                int64_t first, int count) {
   for (int place = threadIdx.x; place < count * 2 * kScanRun; place += kScanThreads) {
     const int n = place % count, value = place / count, i = value % kScanRun;
@@ -159,8 +159,8 @@ __device__ __forceinline__ void StoreTokenSums(const ScanBackwardArgs& args, con
 
 // From the sums over the states to du, ddelta and dz; dskip and dbias go on to the next run.
 __device__ __forceinline__ void FinishBackward(const ScanBackwardArgs& args, const ScanShared& shared,
-                                               const ScanRunOf& run, const ScanChannel& channel,
-                                               ScanGradientRun& tokens, float& dskip, float& dbias) {
+                                               const ScanRun& run, const ScanChannel& channel, ScanGradientRun& tokens,
+                                               float& dskip, float& dbias) {
   const float* skips = static_cast<const float*>(args.D);
   const float* biases = static_cast<const float*>(args.delta_bias);
   const float skip = skips != nullptr && channel.present ? skips[channel.index] : 0.0f;
@@ -194,7 +194,7 @@ __device__ __forceinline__ void FinishBackward(const ScanBackwardArgs& args, con
 }
 
 __device__ __forceinline__ void LoadGradientRun(const ScanBackwardArgs& args, const ScanShared& shared,
-                                                const ScanRunOf& run, const ScanChannel& channel,
+                                                const ScanRun& run, const ScanChannel& channel,
                                                 ScanGradientRun& tokens) {
   LoadSteps(args, shared, run, channel, tokens.steps);
   LoadTokens(args.u, shared, run, channel, tokens.inputs);
@@ -210,9 +210,9 @@ __device__ __forceinline__ void LoadGradientRun(const ScanBackwardArgs& args, co
 }
 
 // A state of a run: reads what is kept of it, and leaves its sums.
-__device__ __forceinline__ void ReverseState(const ScanBackwardArgs& args, int64_t tile, const ScanRunOf& run, int r,
+__device__ __forceinline__ void ReverseState(const ScanBackwardArgs& args, int64_t tile, const ScanRun& run, int r,
                                              bool last, const ScanChannel& channel, int64_t first, int n, float carried,
-                                             const ScanKept& kept, ScanGradientRun& tokens,
+                                             const ScanStates& kept, ScanGradientRun& tokens,
                                              ScanBackwardShared& shared) {
   const int64_t state = first + n;
   float b[kScanRun], c[kScanRun], per_token[2 * kScanRun];
@@ -220,10 +220,10 @@ __device__ __forceinline__ void ReverseState(const ScanBackwardArgs& args, int64
   ReadRow(args, args.C, shared.tiles.C, channel, first, n, c);
   const float rate = RateOf(args, channel, state), value = *kept.State(args, r, state);
   ScanStateSums sums;
-  *kept.Carried(state) = run.marked ? ScanBackwardRun<true>(args, shared.tiles, run, channel, state, rate, b, c, value,
-                                                            carried, tokens, per_token, sums)
-                                    : ScanBackwardRun<false>(args, shared.tiles, run, channel, state, rate, b, c, value,
-                                                             carried, tokens, per_token, sums);
+  *kept.Carried(state) = run.has_ends ? ScanBackwardRun<true>(args, shared.tiles, run, channel, state, rate, b, c,
+                                                              value, carried, tokens, per_token, sums)
+                                      : ScanBackwardRun<false>(args, shared.tiles, run, channel, state, rate, b, c,
+                                                               value, carried, tokens, per_token, sums);
   int64_t row = state;
   AddToRow(args, tile, row, channel, last, sums.dA);
   if (args.B.fixed) AddToRow(args, tile, row += args.states, channel, last, sums.dB);
@@ -239,29 +239,29 @@ static __global__ void __launch_bounds__(kScanThreads, kScanBackwardResident)
                        float* scratch) {
   PACKFREE_SHARED(ScanBackwardShared, shared);
   float* own = scratch + blockIdx.x * KeptFloats(args);
-  const ScanKept kept{own, own + kScanRuns * args.states * kScanThreads};
+  const ScanStates kept{own, own + kScanRuns * args.states * kScanThreads};
   const int64_t columns = ColumnsOf(args), items = TilesOf(args.packing.tokens) * columns;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int64_t tile = item / columns;
     const ScanChannel channel(args, item % columns);
-    const ScanStretch stretch(args, owners, tile);
-    const int64_t padding = stretch.begin + stretch.live;
-    ClearTokens(args, args.du, padding, stretch.end, channel);
-    ClearTokens(args, args.ddelta, padding, stretch.end, channel);
-    ClearTokens(args, args.dz, padding, stretch.end, channel);
+    const ScanTileSpan span(args, owners, tile);
+    const int64_t padding = span.begin + span.live;
+    ClearTokens(args, args.du, padding, span.end, channel);
+    ClearTokens(args, args.ddelta, padding, span.end, channel);
+    ClearTokens(args, args.dz, padding, span.end, channel);
     const int64_t rows = ScanParameterRows(args);
-    if (stretch.live == 0) {
+    if (span.live == 0) {
       for (int64_t row = 0; row < rows; ++row) AddToRow(args, tile, row, channel, true, 0.0f);
       continue;
     }
-    MarkTokens(args, owners, stretch.begin, stretch.live, shared.tiles);
-    KeepStates(args, states, tile, stretch.live, channel, shared.tiles, kept);
+    DescribeTokens(args, owners, span.begin, span.live, shared.tiles);
+    KeepStates(args, states, tile, span.live, channel, shared.tiles, kept);
     // What the last token gets from behind, unless its sequence ends there: the next tile goes on with it.
-    const bool goes_on = channel.present && !shared.tiles.marks[stretch.live - 1].ends;
-    const int last = (stretch.live - 1) / kScanRun;
+    const bool goes_on = channel.present && !shared.tiles.tokens[span.live - 1].ends;
+    const int last = (span.live - 1) / kScanRun;
     float dskip = 0.0f, dbias = 0.0f;
     for (int r = last; r >= 0; --r) {
-      const ScanRunOf run = RunAt(shared.tiles, r, stretch.live);
+      const ScanRun run = RunAt(shared.tiles, r, span.live);
       ScanGradientRun tokens;
       LoadGradientRun(args, shared.tiles, run, channel, tokens);
       const auto stage = [&](int64_t first, int count) {
@@ -280,7 +280,7 @@ static __global__ void __launch_bounds__(kScanThreads, kScanBackwardResident)
         }
         __syncthreads();
         if (!(args.B.fixed && args.C.fixed)) {
-          StoreTokenSums(args, shared, stretch.begin, run, channel, first, count);
+          StoreTokenSums(args, shared, span.begin, run, channel, first, count);
         }
       });
       FinishBackward(args, shared.tiles, run, channel, tokens, dskip, dbias);

@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(kScanThreads, kScanChunkResident)
     const ScanChannel channel(args, item % columns);
     const int64_t begin = kBackward ? chunk.begin : chunk.begin - kScanChunk;
     const int tokens = kBackward ? static_cast<int>(chunk.end - chunk.begin) : kScanChunk;
-    MarkTokens(args, owners, begin, tokens, shared);
+    DescribeTokens(args, owners, begin, tokens, shared);
     const int runs = (tokens + kScanRun - 1) / kScanRun;
     float sum = 0.0f;
     for (int turn = 0; turn < runs; ++turn) {
-      const ScanRunOf run = RunAt(shared, kBackward ? runs - 1 - turn : turn, tokens);
+      const ScanRun run = RunAt(shared, kBackward ? runs - 1 - turn : turn, tokens);
       float steps[kScanRun], given[kScanRun], gate[kScanRun];
       LoadSteps(args, shared, run, channel, steps);
       LoadTokens(kBackward ? dy : args.u, shared, run, channel, given);

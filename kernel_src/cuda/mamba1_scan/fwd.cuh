@@ -8,31 +8,31 @@
 
 namespace packfree {
 
-// y[t] += C h of one state, from `value` on; returns the state behind the run. kMarks: sequences begin or end in it.
-template <bool kMarks>
+// y[t] += C h of one state, from `value` on; returns the state behind the run. kHasEnds: sequences begin or end in it.
+template <bool kHasEnds>
 __device__ __forceinline__ float ScanForwardRun(const ScanForwardArgs& args, const ScanShared& shared,
-                                                const ScanRunOf& run, const ScanChannel& channel, int64_t state,
+                                                const ScanRun& run, const ScanChannel& channel, int64_t state,
                                                 float rate2, const float (&steps)[kScanRun],
                                                 const float (&inputs)[kScanRun], const float (&b)[kScanRun],
                                                 const float (&c)[kScanRun], float value, float (&y)[kScanRun]) {
 #pragma unroll
   for (int i = 0; i < kScanRun; ++i) {
-    if (kMarks && i < run.count && shared.marks[run.first + i].begins) {
-      value = StateOf(args, args.initial_state, shared.marks[run.first + i].sequence, channel.index, state);
+    if (kHasEnds && i < run.count && shared.tokens[run.first + i].begins) {
+      value = StateOf(args, args.initial_state, shared.tokens[run.first + i].sequence, channel.index, state);
     }
     value = fmaf(inputs[i], b[i], exp2f(steps[i] * rate2) * value);
     y[i] = fmaf(c[i], value, y[i]);
-    if (kMarks && i < run.count && shared.marks[run.first + i].ends && args.final_state != nullptr) {
-      const int64_t sequence = shared.marks[run.first + i].sequence;
+    if (kHasEnds && i < run.count && shared.tokens[run.first + i].ends && args.final_state != nullptr) {
+      const int64_t sequence = shared.tokens[run.first + i].sequence;
       static_cast<float*>(args.final_state)[(sequence * args.channels + channel.index) * args.states + state] = value;
     }
   }
   return value;
 }
 
-__device__ __forceinline__ void FinishForward(const ScanForwardArgs& args, const ScanShared& shared,
-                                              const ScanRunOf& run, const ScanChannel& channel,
-                                              const float (&u)[kScanRun], float (&y)[kScanRun]) {
+__device__ __forceinline__ void FinishForward(const ScanForwardArgs& args, const ScanShared& shared, const ScanRun& run,
+                                              const ScanChannel& channel, const float (&u)[kScanRun],
+                                              float (&y)[kScanRun]) {
   const float skip = args.D != nullptr && channel.present ? static_cast<const float*>(args.D)[channel.index] : 0.0f;
   float gate[kScanRun];
   if (args.z.data != nullptr) LoadTokens(args.z, shared, run, channel, gate);
@@ -45,11 +45,11 @@ __device__ __forceinline__ void FinishForward(const ScanForwardArgs& args, const
 }
 
 // Tokens of a tile's chunks: [begin, begin + live), and up to `end` padding.
-struct ScanStretch {
+struct ScanTileSpan {
   int64_t begin, end;
   int live;
 
-  __device__ __forceinline__ ScanStretch(const ScanArgs& args, const int32_t* owners, int64_t tile)
+  __device__ __forceinline__ ScanTileSpan(const ScanArgs& args, const int32_t* owners, int64_t tile)
       : begin(ContinuedChunk(args, owners, tile).first), end(ContinuedChunk(args, owners, tile + 1).first), live(0) {
     if (begin >= end || owners[begin] < 0) return;
     const int64_t last = args.packing.cu_seqlens[args.packing.num_sequences];
@@ -65,12 +65,12 @@ static __global__ void __launch_bounds__(kScanThreads, kScanForwardResident)
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int64_t tile = item / columns;
     const ScanChannel channel(args, item % columns);
-    const ScanStretch stretch(args, owners, tile);
-    ClearTokens(args, args.y, stretch.begin + stretch.live, stretch.end, channel);
-    if (stretch.live == 0) continue;
-    MarkTokens(args, owners, stretch.begin, stretch.live, shared);
-    for (int r = 0; r * kScanRun < stretch.live; ++r) {
-      const ScanRunOf run = RunAt(shared, r, stretch.live);
+    const ScanTileSpan span(args, owners, tile);
+    ClearTokens(args, args.y, span.begin + span.live, span.end, channel);
+    if (span.live == 0) continue;
+    DescribeTokens(args, owners, span.begin, span.live, shared);
+    for (int r = 0; r * kScanRun < span.live; ++r) {
+      const ScanRun run = RunAt(shared, r, span.live);
       float steps[kScanRun], u[kScanRun], inputs[kScanRun], y[kScanRun] = {};
       LoadSteps(args, shared, run, channel, steps);
       LoadTokens(args.u, shared, run, channel, u);
@@ -87,10 +87,10 @@ static __global__ void __launch_bounds__(kScanThreads, kScanForwardResident)
           ReadRow(args, args.C, shared.C, channel, first, n, c);
           const float rate2 = RateOf(args, channel, first + n) * kLog2E;
           float* slot = slots.Value(args, tile, first + n, channel.index);
-          // Unless the stretch continues a chunk, its first token sets the state.
-          const float value = r == 0 && shared.marks[0].begins ? 0.0f : *slot;
+          // Unless the tile continues a chunk, its first token sets the state.
+          const float value = r == 0 && shared.tokens[0].begins ? 0.0f : *slot;
           *slot =
-              run.marked
+              run.has_ends
                   ? ScanForwardRun<true>(args, shared, run, channel, first + n, rate2, steps, inputs, b, c, value, y)
                   : ScanForwardRun<false>(args, shared, run, channel, first + n, rate2, steps, inputs, b, c, value, y);
         }

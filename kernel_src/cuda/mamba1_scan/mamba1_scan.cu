@@ -101,7 +101,7 @@ int64_t ScanBackwardScratch(const ScanArgs& args) {
   return pieces.taken();
 }
 
-const char* mamba1_scan_fwd_cuda(const ScanForwardArgs& args, float* scratch, void* stream) {
+const char* Mamba1ScanForwardCuda(const ScanForwardArgs& args, float* scratch, void* stream) {
   Launcher launcher(stream);
   Pieces pieces(scratch);
   const ForwardScratch own(args, pieces);
@@ -113,7 +113,7 @@ const char* mamba1_scan_fwd_cuda(const ScanForwardArgs& args, float* scratch, vo
   return launcher.error();
 }
 
-const char* mamba1_scan_bwd_cuda(const ScanBackwardArgs& args, float* scratch, void* stream) {
+const char* Mamba1ScanBackwardCuda(const ScanBackwardArgs& args, float* scratch, void* stream) {
   Launcher launcher(stream);
   Pieces pieces(scratch);
   const BackwardScratch own(args, pieces);

@@ -15,7 +15,7 @@ int64_t ScanForwardScratch(const ScanArgs& args);
 int64_t ScanBackwardScratch(const ScanArgs& args);
 
 // Tokens that no sequence owns get 0.
-const char* mamba1_scan_fwd_cuda(const ScanForwardArgs& args, float* scratch, void* stream);
-const char* mamba1_scan_bwd_cuda(const ScanBackwardArgs& args, float* scratch, void* stream);
+const char* Mamba1ScanForwardCuda(const ScanForwardArgs& args, float* scratch, void* stream);
+const char* Mamba1ScanBackwardCuda(const ScanBackwardArgs& args, float* scratch, void* stream);
 
 }  // namespace packfree

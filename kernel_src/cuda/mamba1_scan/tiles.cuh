@@ -14,12 +14,12 @@
 
 namespace packfree {
 
-constexpr int kScanThreads = 128;          // channels of a block
-constexpr int kScanChunk = 64;             // tokens
-constexpr int kScanRun = 8;                // tokens whose steps and sums a thread keeps in registers
-constexpr int kScanStates = 16;            // states whose B and C are staged at once
-constexpr int kScanMost = 2 * kScanChunk;  // at least the tokens of a tile's chunks
-constexpr int kScanRuns = kScanMost / kScanRun;
+constexpr int kScanThreads = 128;                // channels of a block
+constexpr int kScanChunk = 64;                   // tokens
+constexpr int kScanRun = 8;                      // tokens whose steps and sums a thread keeps in registers
+constexpr int kScanStatesStaged = 16;            // states whose B and C are staged at once
+constexpr int kScanTileTokens = 2 * kScanChunk;  // at least the tokens of a tile's chunks
+constexpr int kScanRuns = kScanTileTokens / kScanRun;
 // Blocks of a multiprocessor that are resident at once: they stride over the rest.
 constexpr int kScanChunkResident = 5;
 constexpr int kScanForwardResident = 5;
@@ -66,72 +66,72 @@ struct ScanChannel {
   }
 };
 
-// What the threads of a block know of each token of their stretch.
-struct ScanMark {
-  int32_t row, token, sequence;
+// What the threads of a block know of each token of their tile.
+struct ScanToken {
+  int32_t row, position, sequence;
   bool begins, ends;  // the first token of its sequence, the last
 };
 
 // B or C of a run: [states][tokens], so that a thread reads a state's tokens at once.
 struct alignas(16) ScanRows {
-  float rows[kScanStates][kScanRun];
+  float rows[kScanStatesStaged][kScanRun];
 };
 
 struct ScanShared {
-  ScanMark marks[kScanMost];
+  ScanToken tokens[kScanTileTokens];
   ScanRows B, C;
 };
 
-// Marks of tokens [begin, begin + count), all of which sequences own. Ends with a barrier.
-__device__ __forceinline__ void MarkTokens(const ScanArgs& args, const int32_t* owners, int64_t begin, int count,
-                                           ScanShared& shared) {
+// What `tokens` holds of tokens [begin, begin + count), all of which sequences own. Ends with a barrier.
+__device__ __forceinline__ void DescribeTokens(const ScanArgs& args, const int32_t* owners, int64_t begin, int count,
+                                               ScanShared& shared) {
   __syncthreads();
   if (static_cast<int>(threadIdx.x) < count) {
     const int64_t token = begin + threadIdx.x;
     const int32_t sequence = owners[token];
     const Bounds bounds = BoundsOf(args.packing, sequence < 0 ? 0 : sequence);
-    shared.marks[threadIdx.x] = {static_cast<int32_t>(token / args.row_tokens),
-                                 static_cast<int32_t>(token % args.row_tokens), sequence, token == bounds.bos,
-                                 token + 1 == bounds.eos};
+    shared.tokens[threadIdx.x] = {static_cast<int32_t>(token / args.row_tokens),
+                                  static_cast<int32_t>(token % args.row_tokens), sequence, token == bounds.bos,
+                                  token + 1 == bounds.eos};
   }
   __syncthreads();
 }
 
-// Tokens [first, first + count) of a stretch that starts with the first mark; `count` is at most kScanRun.
-struct ScanRunOf {
+// Tokens [first, first + count) of a tile, counted from its first token; `count` is at most kScanRun.
+struct ScanRun {
   int first, count;
-  bool marked;  // whether a sequence begins or ends in it
+  bool has_ends;  // whether a sequence begins or ends in it
 };
-__device__ __forceinline__ ScanRunOf RunAt(const ScanShared& shared, int run, int tokens) {
+__device__ __forceinline__ ScanRun RunAt(const ScanShared& shared, int run, int tokens) {
   const int first = run * kScanRun, left = tokens - first;
-  ScanRunOf found{first, left < kScanRun ? left : kScanRun, false};
+  ScanRun found{first, left < kScanRun ? left : kScanRun, false};
   for (int i = 0; i < found.count; ++i) {
-    found.marked = found.marked || shared.marks[first + i].begins || shared.marks[first + i].ends;
+    found.has_ends = found.has_ends || shared.tokens[first + i].begins || shared.tokens[first + i].ends;
   }
   return found;
 }
 
-__device__ __forceinline__ int64_t OffsetOf(const ScanStrides& strides, const ScanMark& mark, int64_t channel) {
-  return mark.row * strides.row + mark.token * strides.token + channel * strides.channel;
+__device__ __forceinline__ int64_t OffsetOf(const ScanStrides& strides, const ScanToken& token, int64_t channel) {
+  return token.row * strides.row + token.position * strides.token + channel * strides.channel;
 }
 
 // values[i] = token i of the run, 0 behind it and where the thread has no channel.
-__device__ __forceinline__ void LoadTokens(const ScanInput& input, const ScanShared& shared, const ScanRunOf& run,
+__device__ __forceinline__ void LoadTokens(const ScanInput& input, const ScanShared& shared, const ScanRun& run,
                                            const ScanChannel& channel, float (&values)[kScanRun]) {
 #pragma unroll
   for (int i = 0; i < kScanRun; ++i) {
     values[i] = 0.0f;
     if (!channel.present || i >= run.count) continue;
-    const int64_t offset = OffsetOf(input.strides, shared.marks[run.first + i], channel.index);
+    const int64_t offset = OffsetOf(input.strides, shared.tokens[run.first + i], channel.index);
     values[i] = LoadAs(input.data, input.dtype, offset);
   }
 }
-__device__ __forceinline__ void StoreTokens(const ScanOutput& output, const ScanShared& shared, const ScanRunOf& run,
+__device__ __forceinline__ void StoreTokens(const ScanOutput& output, const ScanShared& shared, const ScanRun& run,
                                             const ScanChannel& channel, const float (&values)[kScanRun]) {
 #pragma unroll
   for (int i = 0; i < kScanRun; ++i) {
     if (!channel.present || i >= run.count) continue;
-    const int64_t offset = OffsetOf(output.strides, shared.marks[run.first + i], channel.index);
+    const int64_t offset = OffsetOf(output.strides, shared.tokens[run.first + i], channel.index);
     StoreAs(output.data, output.dtype, offset, values[i]);
   }
 }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void ClearTokens(const ScanArgs& args, const ScanOutp
 }
 
 // delta behind bias and softplus; 0 behind the run, where it leaves states as they are.
-__device__ __forceinline__ void LoadSteps(const ScanArgs& args, const ScanShared& shared, const ScanRunOf& run,
+__device__ __forceinline__ void LoadSteps(const ScanArgs& args, const ScanShared& shared, const ScanRun& run,
                                           const ScanChannel& channel, float (&steps)[kScanRun]) {
   const float* biases = static_cast<const float*>(args.delta_bias);
   const float bias = biases != nullptr && channel.present ? biases[channel.index] : 0.0f;
@@ -164,13 +164,13 @@ __device__ __forceinline__ void LoadSteps(const ScanArgs& args, const ScanShared
 // Stages B or C of states [first, first + count) of a run, with zeros behind it; nothing where they are fixed. To be
 // followed by a barrier.
 __device__ __forceinline__ void StageRows(const ScanArgs& args, const ScanCoefficients& source,
-                                          const ScanShared& shared, const ScanRunOf& run, const ScanChannel& channel,
+                                          const ScanShared& shared, const ScanRun& run, const ScanChannel& channel,
                                           int64_t first, int count, ScanRows& rows) {
   if (source.fixed) return;
   for (int place = threadIdx.x; place < count * kScanRun; place += kScanThreads) {
     const int state = place % count, i = place / count;
-    const ScanMark& mark = shared.marks[run.first + (i < run.count ? i : 0)];
-    const int64_t offset = mark.row * source.row + mark.token * source.token + channel.group * source.group +
+    const ScanToken& token = shared.tokens[run.first + (i < run.count ? i : 0)];
+    const int64_t offset = token.row * source.row + token.position * source.token + channel.group * source.group +
                            (first + state) * source.state;
     rows.rows[state][i] = i < run.count ? LoadAs(source.data, source.dtype, offset) : 0.0f;
   }
@@ -193,9 +193,9 @@ __device__ __forceinline__ void ReadRow(const ScanArgs& args, const ScanCoeffici
 // Calls body(first, count) for each group of staged states, between barriers.
 template <class Stage, class Body>
 __device__ __forceinline__ void ForStateGroups(const ScanArgs& args, const Stage& stage, const Body& body) {
-  for (int64_t first = 0; first < args.states; first += kScanStates) {
+  for (int64_t first = 0; first < args.states; first += kScanStatesStaged) {
     const int64_t left = args.states - first;
-    const int count = left < kScanStates ? static_cast<int>(left) : kScanStates;
+    const int count = left < kScanStatesStaged ? static_cast<int>(left) : kScanStatesStaged;
     __syncthreads();
     stage(first, count);
     __syncthreads();

@@ -42,15 +42,15 @@ static void RunBoundaries(Launcher& launcher, const BoundarySource& source, Boun
   launcher.Run(&PlaceKernel<Int>, source.tiles(), kBoundaryThreads, marks, source.tokens, source.clip, counts, offsets);
 }
 
-const char* boundaries_cuda(const BoundarySource& source, BoundaryCount* counts, int32_t* offsets, void* stream) {
+const char* BoundariesCuda(const BoundarySource& source, BoundaryCount* counts, int32_t* offsets, void* stream) {
   Launcher launcher(stream);
   source.wide ? RunBoundaries<int64_t>(launcher, source, counts, offsets)
               : RunBoundaries<int32_t>(launcher, source, counts, offsets);
   return launcher.error();
 }
 
-const char* bound_offsets_cuda(const void* values, bool wide, int64_t size, int64_t tokens, int32_t* offsets,
-                               void* stream) {
+const char* BoundOffsetsCuda(const void* values, bool wide, int64_t size, int64_t tokens, int32_t* offsets,
+                             void* stream) {
   Launcher launcher(stream);
   const int64_t blocks = (size + kBoundaryThreads - 1) / kBoundaryThreads;
   if (wide) {

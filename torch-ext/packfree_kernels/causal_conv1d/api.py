@@ -14,11 +14,11 @@ from .._checks import (
     value_error,
     with_checked_kinds,
 )
+from .._dtypes import DTYPES
 from .._ops import ops
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers the gradient
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WIDTHS = range(2, 9)  # of the filter that both functions take
 ACTIVATIONS = (None, "silu", "swish")  # what both functions apply
 
@@ -169,10 +169,10 @@ def causal_conv1d_update(
 
 def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Optional[Tensor], activation: Optional[str]) -> None:
     check_tensor(op, "x", x, 3)
-    check_dtype(op, "x", x, _DTYPES)
+    check_dtype(op, "x", x, DTYPES)
     check_served(op, "x", x)
     check_tensor(op, "weight", weight, 2)
-    check_dtype(op, "weight", weight, _DTYPES)
+    check_dtype(op, "weight", weight, DTYPES)
     check_same_device(op, "weight", weight, x.device)
     if weight.shape[0] != x.shape[1]:
         raise value_error(op, "weight", f"have shape [D, W] with D = {x.shape[1]}", tuple(weight.shape))
@@ -180,7 +180,7 @@ def _check_filter(op: str, x: Tensor, weight: Tensor, bias: Optional[Tensor], ac
         raise value_error(op, "weight", f"have a width of {WIDTHS[0]} to {WIDTHS[-1]}", weight.shape[1])
     if bias is not None:
         check_tensor(op, "bias", bias, 1)
-        check_dtype(op, "bias", bias, _DTYPES)
+        check_dtype(op, "bias", bias, DTYPES)
         check_same_device(op, "bias", bias, x.device)
         check_shape(op, "bias", bias, (x.shape[1],), "[D]")
     check_activation(op, activation)

@@ -7,11 +7,8 @@ from the saved input, so nothing but the inputs is kept.
 import torch
 
 from .._autograd import differentiable, forward_only
+from .._dtypes import accumulation_dtype
 from .._ops import add_op_namespace_prefix
-
-
-def _accumulation_dtype(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _state_shape(x, weight, cu_seqlens, channels_last):
@@ -26,7 +23,7 @@ def _fwd_fake(x, weight, bias, cu_seqlens, initial_states, silu, channels_last, 
 
 @torch.library.register_fake(add_op_namespace_prefix("causal_conv1d_bwd"))
 def _bwd_fake(dy, dfinal_states, x, weight, bias, cu_seqlens, initial_states, silu, channels_last):
-    dtype = _accumulation_dtype(x)
+    dtype = accumulation_dtype(x)
     state = _state_shape(x, weight, cu_seqlens, channels_last) if initial_states is not None else (0,)
     dbias = bias.shape if bias is not None else (0,)
     return (

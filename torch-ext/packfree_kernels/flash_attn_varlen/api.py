@@ -17,12 +17,12 @@ from .._checks import (
     value_error,
     with_checked_kinds,
 )
+from .._dtypes import DTYPES
 from .._ops import ops
 from ..packing import Boundaries, check_cu_seqlens, has_values, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
 from .visible import check_ranges_are_inside, check_visible_keys
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST_HEAD_DIM = 512
 
 Attended = Union[Tensor, Tuple[Tensor, Tensor, None]]
@@ -218,7 +218,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     """Types, dtypes, devices and shapes of q, k and v, ``[T, H, K]`` or ``[B, T, H, K]``."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(op, name, tensor, ndim)
-        check_dtype(op, name, tensor, _DTYPES)
+        check_dtype(op, name, tensor, DTYPES)
         check_served(op, name, tensor)
         check_same_device(op, name, tensor, q.device)
         if tensor.dtype != q.dtype:
@@ -275,7 +275,7 @@ def _attend(
     left, right = checked_window(op, window_size)
     if s_aux is not None:
         check_tensor(op, "s_aux", s_aux, 1)
-        check_dtype(op, "s_aux", s_aux, _DTYPES)
+        check_dtype(op, "s_aux", s_aux, DTYPES)
         check_same_device(op, "s_aux", s_aux, q.device)
         check_shape(op, "s_aux", s_aux, (q.shape[1],), "[H]")
         s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()

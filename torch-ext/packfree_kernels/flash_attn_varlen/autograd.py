@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from .._autograd import differentiable
+from .._dtypes import accumulation_dtype
 from .._ops import add_op_namespace_prefix
-
-
-def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 @torch.library.register_fake(add_op_namespace_prefix("flash_attn_varlen_fwd"))
@@ -35,7 +32,7 @@ def _fwd_fake(
 ) -> Tuple[Tensor, Tensor]:
     tokens, heads = q.shape[0], q.shape[1]
     out = q.new_empty((tokens, heads, v.shape[2]))
-    lse = q.new_empty((heads, tokens), dtype=_accumulation_dtype(q))
+    lse = q.new_empty((heads, tokens), dtype=accumulation_dtype(q))
     return out, lse
 
 
@@ -59,7 +56,7 @@ def _bwd_fake(
     softcap: float,
     visible_keys: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    ds_aux = q.new_empty((q.shape[1] if s_aux is not None else 0,), dtype=_accumulation_dtype(q))
+    ds_aux = q.new_empty((q.shape[1] if s_aux is not None else 0,), dtype=accumulation_dtype(q))
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), ds_aux
 
 

@@ -16,8 +16,9 @@ from .._checks import (
     value_error,
     with_checked_kinds,
 )
+from .._dtypes import DTYPES, dtype_name
 from ..packing import has_values
-from .api import _DTYPES, Window, _attend, _check_heads, _refuse, checked_window
+from .api import Window, _attend, _check_heads, _refuse, checked_window
 
 Lengths = Union[int, Tensor]
 
@@ -82,7 +83,7 @@ def flash_attn_with_kvcache(
     )
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(op, name, tensor, 4)
-        check_dtype(op, name, tensor, _DTYPES)
+        check_dtype(op, name, tensor, DTYPES)
         check_served(op, name, tensor)
         check_same_device(op, name, tensor, q.device)
     check_shape(op, "v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), "[B, S, HK, V]")
@@ -129,7 +130,7 @@ def flash_attn_with_kvcache(
 def _check_integers(op: str, name: str, tensor: Tensor, shape: Tuple[int, ...], letters: str, below: int) -> Tensor:
     check_tensor(op, name, tensor, len(shape))
     if tensor.dtype not in (torch.int32, torch.int64):
-        raise type_error(op, name, "be an int32 or int64 tensor", str(tensor.dtype).replace("torch.", ""))
+        raise type_error(op, name, "be an int32 or int64 tensor", dtype_name(tensor))
     check_shape(op, name, tensor, shape, letters)
     _check_readable(op, name, tensor)
     tensor = tensor.to(torch.int64)

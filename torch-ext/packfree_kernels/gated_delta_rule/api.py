@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .._checks import check_dtype, check_same_device, check_shape, check_tensor, value_error, with_checked_kinds
 from .._delta_rule import (
-    DTYPES,
     Options,
     check_by_token,
     check_chunk_indices,
@@ -20,6 +19,7 @@ from .._delta_rule import (
     states_lie_v_first,
     sum_dtype,
 )
+from .._dtypes import DTYPES
 from .._gates import log_decay
 from .._ops import ops
 from ..packing import Boundaries

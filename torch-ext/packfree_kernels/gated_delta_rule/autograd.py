@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from .._autograd import differentiable, forward_only
+from .._dtypes import accumulation_dtype
 from .._ops import add_op_namespace_prefix
-
-
-def _state_dtype(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _fwd_fake(
@@ -31,7 +28,7 @@ def _fwd_fake(
 ) -> Tuple[Tensor, Tensor]:
     o = q.new_empty(v.shape)
     state_shape = (cu_seqlens.shape[0] - 1, v.shape[1], q.shape[2], v.shape[2]) if want_state else (0,)
-    return o, q.new_empty(state_shape, dtype=_state_dtype(q))
+    return o, q.new_empty(state_shape, dtype=accumulation_dtype(q))
 
 
 torch.library.register_fake(add_op_namespace_prefix("gated_delta_rule_fwd"))(_fwd_fake)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import packing
 from .._checks import value_error
+from .._dtypes import accumulation_dtype
 from . import context, head_kinds, internals
 from .context import Boundaries
 from .undo import UndoList
@@ -217,7 +218,7 @@ def _last_tokens(model: Any, call: Call, samples: Samples) -> Tensor:
 def _means(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
     """``[N, D]``: the mean of each sequence of hidden states ``[B * T, D]``, summed in float32, token after token."""
     offsets = cu_seqlens.to(hidden.device, torch.int64)
-    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    wide = hidden.to(accumulation_dtype(hidden))
     sums = torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True)
     return (sums / torch.diff(offsets).clamp(min=1)[:, None]).to(hidden.dtype)
 

@@ -28,7 +28,15 @@ from . import (
 )
 from .undo import UndoList
 
-_active = [False]
+
+class _State:
+    """Whether the hooks are on: an attribute, for what was compiled is guarded by it."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+
+_state = _State()
 _undo = UndoList()
 _hooked_functions: Dict[str, List[str]] = {}
 _hooked_modules: Set[str] = set()
@@ -37,7 +45,7 @@ _checkpointed: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def is_active() -> bool:
-    return _active[0]
+    return _state.active
 
 
 def hooked_functions() -> Dict[str, List[str]]:
@@ -46,7 +54,7 @@ def hooked_functions() -> Dict[str, List[str]]:
 
 def install() -> None:
     base = internals.model_base()
-    _active[0] = True
+    _state.active = True
     _replace_functions()
     for cls in internals.model_classes():
         _wrap_forward(cls)
@@ -64,12 +72,12 @@ def install() -> None:
 
 def peft_imported() -> None:
     """PEFT has come after the hooks."""
-    if _active[0]:
+    if _state.active:
         adapters.wrap_forwards(_undo, is_active)
 
 
 def remove() -> None:
-    _active[0] = False
+    _state.active = False
     _undo.undo_all()
     table = internals.attention_functions()
     masks.unregister(list(_stock_attention))
@@ -120,7 +128,7 @@ def _flash_requested(stock: Callable) -> Callable:
         if stock(config, requested_attention_implementation, version):
             return True
         name = requested_attention_implementation if config is None else config._attn_implementation
-        return _active[0] and version is None and name in guards.our_attention_names()
+        return _state.active and version is None and name in guards.our_attention_names()
 
     is_flash_attention_requested.packfree_stock = stock
     return is_flash_attention_requested
@@ -161,7 +169,7 @@ def _wrap_forward(cls: type) -> None:
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _active[0] or len(args) > len(signature.names):
+        if not _state.active or len(args) > len(signature.names):
             return stock(self, *args, **kwargs)
         if context.inside_forward():
             return heads.inner(self, stock, args, kwargs)
@@ -196,7 +204,7 @@ def _wrap_forward(cls: type) -> None:
 def _init(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _active[0]:
+        if _state.active:
             for cls in internals.forward_classes(type(self)):
                 _wrap_forward(cls)
         stock(self, *args, **kwargs)
@@ -207,7 +215,7 @@ def _init(stock: Callable) -> Callable:
 def _post_init(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _active[0]:
+        if _state.active:
             # The first model of a process loads this package inside its own __init__, so the class is wrapped here too.
             for cls in internals.forward_classes(type(self)):
                 _wrap_forward(cls)
@@ -228,7 +236,7 @@ def _behind_attention_check(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def _check_and_adjust_experts_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _active[0]:
+        if _state.active:
             _register_attention()
             guards.check_loaded(self)
         return stock(self, *args, **kwargs)
@@ -243,7 +251,7 @@ def _set_attention(stock: Callable) -> Callable:
     def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = {part: part.config._attn_implementation for part in self.modules() if isinstance(part, base)}
         result = stock(self, *args, **kwargs)
-        if _active[0]:
+        if _state.active:
             _register_attention()
             try:
                 for part in before:
@@ -269,7 +277,7 @@ class CheckpointWithBoundaries:
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         # Traced, the recompute is part of the graph and runs no Python.
-        if torch.compiler.is_compiling() or not _active[0]:
+        if torch.compiler.is_compiling() or not _state.active:
             return self.stock(function, *args, **kwargs)
         saved = context.save()
 
@@ -296,7 +304,7 @@ def _set_checkpointing(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _active[0]:
+        if not _state.active:
             return stock(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()
@@ -362,7 +370,7 @@ def _attention(stock: Callable) -> Callable:
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not _active[0] or not functions.supported(query.device):
+        if not _state.active or not functions.supported(query.device):
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         # query and key: [B, H, T, K]
         batch, length = query.shape[0], query.shape[2]

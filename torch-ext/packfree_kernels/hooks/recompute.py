@@ -30,11 +30,18 @@ class _Forward(NamedTuple):
     boundaries: Optional[Boundaries]
 
 
-_forwards: Deque[_Forward] = deque(maxlen=_MOST)
-# The nodes of packed forwards that are kept no longer end here.
-_forgotten = [0]
-# Whether a packed forward was compiled: where its graph breaks, what runs between the pieces is not noted.
-_compiled = [False]
+class _Forwards:
+    """What is known of earlier forwards."""
+
+    def __init__(self) -> None:
+        self.kept: Deque[_Forward] = deque(maxlen=_MOST)
+        # The nodes of packed forwards that are kept no longer end here.
+        self.forgotten_end = 0
+        # Whether a packed forward was compiled: where its graph breaks, what runs between the pieces is not noted.
+        self.any_compiled = False
+
+
+_forwards = _Forwards()
 
 
 def constant_in_a_trace(function: Callable) -> Callable:
@@ -54,20 +61,21 @@ def note_forward(first: int, boundaries: Optional[Boundaries]) -> None:
     # Evaluation numbers a node too where it calls an autograd function.
     if end == first or not torch.is_grad_enabled():
         return
-    if len(_forwards) == _MOST and _forwards[0].boundaries is not None:
-        _forgotten[0] = max(_forgotten[0], _forwards[0].end)
-    _forwards.append(_Forward(first, end, boundaries))
+    kept = _forwards.kept
+    if len(kept) == _MOST and kept[0].boundaries is not None:
+        _forwards.forgotten_end = max(_forwards.forgotten_end, kept[0].end)
+    kept.append(_Forward(first, end, boundaries))
 
 
 @constant_in_a_trace
 def note_compiled_forward() -> None:
     """Remember that packed forwards are compiled; runs while one is traced."""
-    _compiled[0] = True
+    _forwards.any_compiled = True
 
 
 def forget() -> None:
-    _forwards.clear()
-    _forgotten[0], _compiled[0] = 0, False
+    _forwards.kept.clear()
+    _forwards.forgotten_end, _forwards.any_compiled = 0, False
 
 
 @constant_in_a_trace
@@ -86,14 +94,14 @@ def boundaries_of_recompute(needed: bool = True) -> Optional[Boundaries]:
     node = torch._C._current_autograd_node() if recomputing() else None
     if node is None:
         return None
-    number, forwards = node._sequence_nr(), list(_forwards)
+    number, forwards = node._sequence_nr(), list(_forwards.kept)
     found = [forward.boundaries for forward in forwards if forward.first <= number < forward.end]
     if len(found) == 1:
         return found[0]
     # Several: threads that number alike. None: a forgotten forward, or a checkpoint made inside a recompute.
     doubtful = found or [forward.boundaries for forward in forwards]
-    unpacked = all(boundaries is None for boundaries in doubtful) and number >= _forgotten[0] and not _compiled[0]
-    if needed and not unpacked:
+    unpacked = all(boundaries is None for boundaries in doubtful) and number >= _forwards.forgotten_end
+    if needed and (_forwards.any_compiled or not unpacked):
         raise unknown()
     return None
 

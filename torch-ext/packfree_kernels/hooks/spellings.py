@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import packing
 from .._checks import type_error, value_error
+from .._dtypes import dtype_name
 from . import internals
 
 Call = Dict[str, Any]
@@ -114,7 +115,7 @@ def read_positions(op: str, call: Call, batch: Batch) -> Optional[Tensor]:
 
 def _unfit(op: str, positions: Any, batch: Batch) -> Optional[Exception]:
     if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
-        got = str(positions.dtype).replace("torch.", "") if isinstance(positions, Tensor) else type(positions).__name__
+        got = dtype_name(positions) if isinstance(positions, Tensor) else type(positions).__name__
         return type_error(op, "position_ids", "be an integer tensor", got)
     rows, length, _ = batch
     shape = tuple(positions.shape)

@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from .._dtypes import accumulation_dtype
 from ..packing import sequence_bounds
 
 
@@ -74,7 +75,7 @@ def kda_reference(
     """
     tokens, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[1:]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = accumulation_dtype(q)
     group = value_heads // key_heads
     out_dtype = q.dtype
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))

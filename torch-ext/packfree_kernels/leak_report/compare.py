@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor, nn
 
+from .._dtypes import accumulation_dtype
 from ..hooks import internals
 from .batch import Pack
 from .layers import is_routed
@@ -263,7 +264,7 @@ def _like(hidden: Tensor) -> Tensor:
 
 def _gap(left: Tensor, right: Tensor) -> Tensor:
     """Largest difference in each row, float64 ``[L]``: inf where one is NaN, 0 where both are or are equal."""
-    wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    wide = accumulation_dtype(left, right)
     left, right = left.to(wide).flatten(1), right.to(wide).flatten(1)
     inf = float("inf")
     same = (left == right) | (left.isnan() & right.isnan())

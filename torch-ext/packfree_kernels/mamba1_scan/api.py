@@ -15,12 +15,11 @@ from .._checks import (
     value_error,
     with_checked_kinds,
 )
+from .._dtypes import DTYPES, accumulation_dtype
 from .._ops import ops
 from ..causal_conv1d import causal_conv1d_fn
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers the gradient
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @with_checked_kinds
@@ -85,7 +84,7 @@ def selective_scan_fn(
     """
     op = "selective_scan_fn"
     check_tensor(op, "u", u, 3)
-    check_dtype(op, "u", u, _DTYPES)
+    check_dtype(op, "u", u, DTYPES)
     check_served(op, "u", u)
     batch, channels, length = u.shape
     _check(op, "delta", delta, u, (batch, channels, length), "[B, D, T]")
@@ -201,10 +200,10 @@ def mamba_inner_fn(
     """
     op = "mamba_inner_fn"
     check_tensor(op, "xz", xz, 3)
-    check_dtype(op, "xz", xz, _DTYPES)
+    check_dtype(op, "xz", xz, DTYPES)
     for name, tensor in (("A", A), ("x_proj_weight", x_proj_weight), ("delta_proj_weight", delta_proj_weight)):
         check_tensor(op, name, tensor, 2)
-    check_dtype(op, "A", A, _DTYPES)
+    check_dtype(op, "A", A, DTYPES)
     channels, states = A.shape
     rank = delta_proj_weight.shape[1]
     batch, _, length = xz.shape
@@ -251,13 +250,13 @@ def _projected(x: Tensor, bias: Optional[Tensor], norm: Optional[Tensor], eps: f
 def _rms_norm(x: Tensor, weight: Optional[Tensor], eps: float) -> Tensor:
     if weight is None:
         return x
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(accumulation_dtype(x))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _check(op: str, name: str, tensor: Tensor, u: Tensor, shape: Tuple[int, ...], letters: str) -> None:
     check_tensor(op, name, tensor)
-    check_dtype(op, name, tensor, _DTYPES)
+    check_dtype(op, name, tensor, DTYPES)
     check_same_device(op, name, tensor, u.device)
     check_shape(op, name, tensor, shape, letters)
 
@@ -295,4 +294,4 @@ def _kernel_dtype(tensor: Tensor, u: Tensor) -> Tensor:
     """float64 where u is, and only there: what is wider than the arithmetic is rounded to it."""
     if (u.dtype == torch.float64) == (tensor.dtype == torch.float64):
         return tensor
-    return tensor.to(torch.promote_types(u.dtype, torch.float32))
+    return tensor.to(accumulation_dtype(u))

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from .._autograd import differentiable
+from .._dtypes import accumulation_dtype
 from .._ops import add_op_namespace_prefix
-
-
-def _state_dtype(u):
-    return torch.promote_types(u.dtype, torch.float32)
 
 
 def _stream_shape(u, channels_last):
@@ -28,7 +25,7 @@ def _state_shape(u, A, cu_seqlens):
 
 def _coefficient_gradient(u, coefficients):
     if coefficients.dim() == 2:
-        return u.new_empty(coefficients.shape, dtype=_state_dtype(u))
+        return u.new_empty(coefficients.shape, dtype=accumulation_dtype(u))
     batch, groups, states, tokens = coefficients.shape
     return coefficients.new_empty(batch, tokens, groups, states)
 
@@ -38,14 +35,14 @@ def _fwd_fake(
     u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, delta_softplus, channels_last, want_states
 ):
     state = _state_shape(u, A, cu_seqlens) if want_states else (0,)
-    return u.new_empty(_stream_shape(u, channels_last)), u.new_empty(state, dtype=_state_dtype(u))
+    return u.new_empty(_stream_shape(u, channels_last)), u.new_empty(state, dtype=accumulation_dtype(u))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mamba1_scan_bwd"))
 def _bwd_fake(
     dy, dfinal_states, u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, delta_softplus, channels_last
 ):
-    dtype = _state_dtype(u)
+    dtype = accumulation_dtype(u)
     shape = _stream_shape(u, channels_last)
     return (
         u.new_empty(shape),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import accumulation_dtype
 from ..packing import sequence_bounds
 
 
@@ -43,7 +44,7 @@ def selective_scan_reference(
         y ``[D, T]`` in u's dtype, 0 after the last boundary, and the last states ``[sequences, D, N]``. The arithmetic
         and the states are fp32, or fp64 for fp64 inputs, as the function promises.
     """
-    dtype = torch.promote_types(u.dtype, torch.float32)
+    dtype = accumulation_dtype(u)
     out_dtype = u.dtype
     channels, tokens = u.shape
     u, delta, A, B, C = (x.to(dtype) for x in (u, delta, A, B, C))

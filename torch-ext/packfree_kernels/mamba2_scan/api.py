@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._checks import (
-    FLOAT_DTYPES,
     check_dtype,
     check_same_device,
     check_served,
@@ -16,11 +15,10 @@ from .._checks import (
     value_error,
     with_checked_kinds,
 )
+from .._dtypes import DTYPES, accumulation_dtype, dtype_name
 from .._ops import ops
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers fakes and gradients
-
-_DTYPES = FLOAT_DTYPES + (torch.float64,)
 
 Result = Union[Tensor, Tuple[Tensor, ...]]
 
@@ -119,7 +117,7 @@ def mamba_chunk_scan_combined(
         z = None if z is None else z.to(dtype)
     dt_min, dt_max = _checked_limit(op, dt_limit)
     packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = accumulation_dtype(x)
     D = _checked_skip(op, D, x)
     if dt_bias is not None:
         _check_parameter(op, "dt_bias", dt_bias, x)
@@ -209,7 +207,7 @@ def selective_state_update(
     op = "selective_state_update"
     _check_update(op, state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices)
     has_heads, state_dim = x.dim() == 3, state.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = accumulation_dtype(x)
     # The kernel takes B and C in x's dtype or in that of its sums.
     coefficients = x.dtype if B.dtype == C.dtype == x.dtype else wide
     # The kernel writes rows of the state, so its last axis must be dense; any other layout goes through a copy.
@@ -253,12 +251,12 @@ def _check_update(
     check_tensor(op, "x", x)
     if x.dim() not in (2, 3):
         raise value_error(op, "x", "have shape [B, H, P] or [B, P]", tuple(x.shape))
-    check_dtype(op, "x", x, _DTYPES)
+    check_dtype(op, "x", x, DTYPES)
     check_served(op, "x", x)
     has_heads = x.dim() == 3
     letters = "[B, H, P" if has_heads else "[B, P"
     check_tensor(op, "state", state, x.dim() + 1)
-    check_dtype(op, "state", state, (x.dtype, torch.promote_types(x.dtype, torch.float32)))
+    check_dtype(op, "state", state, (x.dtype, accumulation_dtype(x)))
     check_same_device(op, "state", state, x.device)
     state_dim, rows = state.shape[-1], x.shape[0]
     if state_batch_indices is not None:
@@ -277,7 +275,7 @@ def _check_update(
     check_shape(op, "A", A, (*x.shape[1:], state_dim), "[H, P, S]" if has_heads else "[P, S]")
     for name, tensor in (("B", B), ("C", C)):
         check_tensor(op, name, tensor, x.dim())
-        check_dtype(op, name, tensor, _DTYPES)
+        check_dtype(op, name, tensor, DTYPES)
         check_same_device(op, name, tensor, x.device)
         if has_heads and (tensor.shape[1] < 1 or x.shape[1] % tensor.shape[1] != 0):
             raise value_error(op, name, f"have a number of groups that divides the {x.shape[1]} heads", tensor.shape[1])
@@ -300,7 +298,7 @@ def check_chunk_size(op: str, chunk_size: int) -> None:
 
 
 def check_state_dtype(op: str, state_dtype: object) -> None:
-    if state_dtype is not None and state_dtype not in _DTYPES:
+    if state_dtype is not None and state_dtype not in DTYPES:
         raise type_error(op, "state_dtype", "be a floating dtype of torch or None", repr(state_dtype))
 
 
@@ -316,7 +314,7 @@ def _check_tokens(
 ) -> None:
     """Everything about the tensors that run along the tokens, and A."""
     check_tensor(op, "x", x, 4)
-    check_dtype(op, "x", x, _DTYPES)
+    check_dtype(op, "x", x, DTYPES)
     check_served(op, "x", x)
     batch, length, heads, head_dim = x.shape
     if heads < 1 or head_dim < 1:
@@ -342,16 +340,15 @@ def _check_tokens(
 
 
 def _check_dtype_of_x(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
-    check_dtype(op, name, tensor, _DTYPES)
+    check_dtype(op, name, tensor, DTYPES)
     if tensor.dtype != x.dtype:
-        names = [str(dtype).replace("torch.", "") for dtype in (x.dtype, tensor.dtype)]
-        raise type_error(op, name, f"have x's dtype {names[0]}", names[1])
+        raise type_error(op, name, f"have x's dtype {dtype_name(x)}", dtype_name(tensor))
     check_same_device(op, name, tensor, x.device)
 
 
 def _check_parameter(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
     check_tensor(op, name, tensor)
-    check_dtype(op, name, tensor, _DTYPES)
+    check_dtype(op, name, tensor, DTYPES)
     check_same_device(op, name, tensor, x.device)
 
 

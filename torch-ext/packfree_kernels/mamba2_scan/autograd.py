@@ -6,11 +6,8 @@ The backward op recomputes the states from the inputs, which are all that is sav
 import torch
 
 from .._autograd import differentiable, forward_only
+from .._dtypes import accumulation_dtype
 from .._ops import add_op_namespace_prefix
-
-
-def _wide(x):
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mamba2_scan_fwd"))
@@ -18,7 +15,7 @@ def _fwd_fake(
     x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state, dt_softplus, dt_min, dt_max, want_state
 ):
     state = (cu_seqlens.shape[0] - 1, x.shape[1], x.shape[2], B.shape[2]) if want_state else (0,)
-    return x.new_empty(x.shape), x.new_empty(state, dtype=_wide(x))
+    return x.new_empty(x.shape), x.new_empty(state, dtype=accumulation_dtype(x))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mamba2_scan_bwd"))
@@ -28,7 +25,7 @@ def _bwd_fake(
     def like(tensor, dtype=None):
         return x.new_empty((0,) if tensor is None else tensor.shape, dtype=dtype)
 
-    wide = _wide(x)
+    wide = accumulation_dtype(x)
     return (
         like(x),
         like(dt, wide),

@@ -14,6 +14,7 @@ from .._checks import (
     value_error,
     with_checked_kinds,
 )
+from .._dtypes import accumulation_dtype
 from ..causal_conv1d import causal_conv1d_fn
 from ..causal_conv1d.api import check_activation
 from ..packing import Boundaries, resolve_packing
@@ -160,7 +161,7 @@ def mamba_split_conv1d_scan_combined(
 
 def _gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, groups: int, before_gate: bool) -> Tensor:
     """RMS norm of each group's channels, times weight and silu(z), in fp32 (fp64 for fp64)."""
-    wide = torch.promote_types(y.dtype, torch.float32)
+    wide = accumulation_dtype(y)
     out, gate = y.to(wide), F.silu(z.to(wide))
     if not before_gate:
         out = out * gate

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._dtypes import accumulation_dtype
 from ..packing import sequence_bounds
 
 
@@ -46,7 +47,7 @@ def mamba2_scan_reference(
         kept in fp32, or in fp64 for fp64 inputs, as the function promises.
     """
     heads, head_dim = x.shape[1:]
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulation_dtype(x)
     out_dtype = x.dtype
     x, dt, A, B, C = (value.to(dtype) for value in (x, dt, A, B, C))
     step = dt if dt_bias is None else dt + dt_bias.to(dtype)
@@ -96,7 +97,7 @@ def selective_state_update_reference(
 
     Shapes as in ``selective_state_update``, with heads. Nothing is changed in place.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulation_dtype(x)
     group = x.shape[1] // B.shape[1]
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     if dt_softplus:

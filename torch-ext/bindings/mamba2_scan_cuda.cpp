@@ -1,7 +1,7 @@
 // In CUDA variants only: build.toml lists it with the CUDA kernels.
 #include "bindings/cuda.h"
-#include "bindings/selective_state_update.h"
-#include "cuda/selective_state_update/selective_state_update.h"
+#include "bindings/mamba2_scan.h"
+#include "cuda/mamba2_scan/mamba2_scan.h"
 
 namespace packfree {
 namespace {
@@ -14,13 +14,13 @@ Tensor selective_state_update(const Tensor& state, const Tensor& x, const Tensor
   CheckNoDouble(op, "x", x);
   const CudaCall call(op, x);
   const StateUpdate step(op, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices);
-  call.Check(selective_state_update_cuda(step.args, call.stream()));
+  call.Check(SelectiveStateUpdateCuda(step.args, call.stream()));
   return step.y;
 }
 
 }  // namespace
 
-void implement_selective_state_update_cuda(OpLibrary& ops) {
+void implement_mamba2_scan_cuda(OpLibrary& ops) {
   ops.impl("selective_state_update", TORCH_BOX(&selective_state_update));
 }
 

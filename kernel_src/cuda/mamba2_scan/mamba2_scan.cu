@@ -1,12 +1,12 @@
-#include "cuda/selective_state_update/selective_state_update.h"
+#include "cuda/mamba2_scan/mamba2_scan.h"
 
 #include <type_traits>
 
-#include "cuda/selective_state_update/update.cuh"
+#include "cuda/mamba2_scan/update.cuh"
 
 namespace packfree {
 
-const char* selective_state_update_cuda(const SelectiveStateUpdate& args, void* stream) {
+const char* SelectiveStateUpdateCuda(const SelectiveStateUpdate& args, void* stream) {
   Launcher launcher(stream);
   const int64_t rows = args.batch * args.heads * args.head_dim;
   const int64_t blocks = BlocksFor((rows + 3) / 4, 16);

@@ -4,7 +4,7 @@
 // everything else is small: 4.3 TB/s on an H200 are 5e11 state elements a second.
 #pragma once
 
-#include "common/selective_state_update.h"
+#include "common/mamba2_scan.h"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/reduce.cuh"
 

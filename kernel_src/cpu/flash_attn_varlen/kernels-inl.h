@@ -6,7 +6,9 @@
 #include "cpu/simd/matrix-inl.h"
 #endif
 #include "cpu/flash_attn_varlen/columns-inl.h"
+#include "cpu/flash_attn_varlen/rows-inl.h"
 #if PACKFREE_MATRIX_UNIT
+#include "cpu/flash_attn_varlen/operands_matrix-inl.h"
 #include "cpu/flash_attn_varlen/products_matrix-inl.h"
 #else
 #include "cpu/flash_attn_varlen/products-inl.h"

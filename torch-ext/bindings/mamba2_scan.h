@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bindings/tensors.h"
-#include "common/selective_state_update.h"
+#include "common/mamba2_scan.h"
 #include "torch_binding.h"
 
 namespace packfree {
