@@ -110,7 +110,7 @@ struct DeltaGradients {
       : dfinal_state(in.CheckedState(op, "dfinal_state", dfinal_in)) {
     PACKFREE_CHECK(dout_in.dim() == 3 && dout_in.size(0) == in.tokens && dout_in.size(1) == in.value_heads &&
                        dout_in.size(2) == in.value_dim && dout_in.scalar_type() == in.q.scalar_type(),
-                   op, ": do must have shape [T, HV, V] and the dtype of q");
+                   op, ": dout must have shape [T, HV, V] and the dtype of q");
     dout = Contiguous(dout_in);
     dq = in.New({in.tokens, in.key_heads, in.key_dim});
     dk = in.New({in.tokens, in.key_heads, in.key_dim});

@@ -4,57 +4,38 @@ The backward op runs the states forward again from the inputs, which are all tha
 come in y's axis order, those of B and C per token as [B, T, G, N].
 """
 
-from typing import Any, Dict
+from typing import Any, Callable, Dict, Tuple
 
-import torch
 from torch import Tensor
 
 from .._autograd import differentiable
 from .._dtypes import accumulation_dtype
-from .._ops import add_op_namespace_prefix
+from .._tracing import returns, returns_gradients
 
 
-def _stream_shape(u, channels_last):
-    batch, channels, tokens = u.shape
-    return (batch, tokens, channels) if channels_last else (batch, channels, tokens)
+def _tokens_shape(a: Any) -> Tuple[int, ...]:
+    batch, channels, tokens = a.u.shape
+    return (batch, tokens, channels) if a.channels_last else (batch, channels, tokens)
 
 
-def _state_shape(u, A, cu_seqlens):
-    return cu_seqlens.shape[0] - 1, u.shape[1], A.shape[1]
+def _rows(name: str) -> Callable[[Any], Tuple[int, ...]]:
+    """Of the gradient of B or C: by token where they change with it."""
+
+    def shape(a: Any) -> Tuple[int, ...]:
+        fixed_or_not = getattr(a, name).shape
+        if len(fixed_or_not) == 2:
+            return fixed_or_not
+        batch, groups, states, tokens = fixed_or_not
+        return batch, tokens, groups, states
+
+    return shape
 
 
-def _coefficient_gradient(u, coefficients):
-    if coefficients.dim() == 2:
-        return u.new_empty(coefficients.shape, dtype=accumulation_dtype(u))
-    batch, groups, states, tokens = coefficients.shape
-    return coefficients.new_empty(batch, tokens, groups, states)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("mamba1_scan_fwd"))
-def _fwd_fake(
-    u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, delta_softplus, channels_last, want_states
-):
-    state = _state_shape(u, A, cu_seqlens) if want_states else (0,)
-    return u.new_empty(_stream_shape(u, channels_last)), u.new_empty(state, dtype=accumulation_dtype(u))
-
-
-@torch.library.register_fake(add_op_namespace_prefix("mamba1_scan_bwd"))
-def _bwd_fake(
-    dy, dfinal_states, u, delta, A, B, C, D, z, delta_bias, cu_seqlens, initial_states, delta_softplus, channels_last
-):
-    dtype = accumulation_dtype(u)
-    shape = _stream_shape(u, channels_last)
-    return (
-        u.new_empty(shape),
-        delta.new_empty(shape),
-        u.new_empty(A.shape, dtype=dtype),
-        _coefficient_gradient(u, B),
-        _coefficient_gradient(u, C),
-        u.new_empty((0,) if D is None else D.shape, dtype=dtype),
-        u.new_empty((0,)) if z is None else z.new_empty(shape),
-        u.new_empty((0,) if delta_bias is None else delta_bias.shape, dtype=dtype),
-        u.new_empty((0,) if initial_states is None else initial_states.shape, dtype=dtype),
-    )
+@returns("mamba1_scan_fwd")
+def _results(a: Any) -> Tuple[Tensor, Tensor]:
+    states = (a.cu_seqlens.shape[0] - 1, a.u.shape[1], a.A.shape[1])
+    y = a.u.new_empty(_tokens_shape(a))
+    return y, a.u.new_empty(states if a.want_states else (0,), dtype=accumulation_dtype(a.u))
 
 
 def _like_inputs(gradients: Dict[str, Tensor], arguments: Dict[str, Any]) -> Dict[str, Tensor]:
@@ -69,4 +50,9 @@ def _like_inputs(gradients: Dict[str, Tensor], arguments: Dict[str, Any]) -> Dic
     return permuted_back
 
 
+returns_gradients(
+    "mamba1_scan",
+    wide=["A", "D", "delta_bias", "initial_states"],
+    shapes={"u": _tokens_shape, "delta": _tokens_shape, "z": _tokens_shape, "B": _rows("B"), "C": _rows("C")},
+)
 differentiable("mamba1_scan", "selective_scan_fn", "final_states", "want_states", _like_inputs)

@@ -3,47 +3,27 @@
 The backward op recomputes the states from the inputs, which are all that is saved.
 """
 
-import torch
+from typing import Any, Tuple
+
+from torch import Tensor
 
 from .._autograd import differentiable, forward_only
 from .._dtypes import accumulation_dtype
-from .._ops import add_op_namespace_prefix
+from .._tracing import returns, returns_gradients
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mamba2_scan_fwd"))
-def _fwd_fake(
-    x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state, dt_softplus, dt_min, dt_max, want_state
-):
-    state = (cu_seqlens.shape[0] - 1, x.shape[1], x.shape[2], B.shape[2]) if want_state else (0,)
-    return x.new_empty(x.shape), x.new_empty(state, dtype=accumulation_dtype(x))
+@returns("mamba2_scan_fwd")
+def _results(a: Any) -> Tuple[Tensor, Tensor]:
+    state = (a.cu_seqlens.shape[0] - 1, a.x.shape[1], a.x.shape[2], a.B.shape[2])
+    return a.x.new_empty(a.x.shape), a.x.new_empty(state if a.want_state else (0,), dtype=accumulation_dtype(a.x))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mamba2_scan_bwd"))
-def _bwd_fake(
-    dy, dfinal_state, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_state, dt_softplus, dt_min, dt_max
-):
-    def like(tensor, dtype=None):
-        return x.new_empty((0,) if tensor is None else tensor.shape, dtype=dtype)
-
-    wide = accumulation_dtype(x)
-    return (
-        like(x),
-        like(dt, wide),
-        like(A, wide),
-        like(B),
-        like(C),
-        like(D, wide),
-        like(z),
-        like(dt_bias, wide),
-        like(initial_state, wide),
-    )
+@returns("selective_state_update")
+def _updated(a: Any) -> Tensor:
+    return a.x.new_empty(a.x.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("selective_state_update"))
-def _update_fake(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices=None):
-    return x.new_empty(x.shape)
-
-
+returns_gradients("mamba2_scan", wide=["dt", "A", "D", "dt_bias", "initial_state"])
 differentiable("mamba2_scan", "mamba_chunk_scan_combined", states="final_state", asked_by="want_state")
 forward_only(
     "selective_state_update",
