@@ -90,14 +90,14 @@ struct CheckedDelta {
   }
 };
 
-// o and the final states. `inputs` are the op's, made from in.view.
+// out and the final states. `inputs` are the op's, made from in.view.
 template <class Inputs>
 std::tuple<Tensor, Tensor> RunForward(const char* op, void (*run)(Tier, const DeltaForward<Inputs>&),
                                       const CheckedDelta& in, const Inputs& inputs, bool want_state) {
-  Tensor o = in.New({in.tokens, in.value_heads, in.value_dim});
+  Tensor out = in.New({in.tokens, in.value_heads, in.value_dim});
   Tensor final_state = in.NewStateIf(want_state);
-  run(CheckedTier(op), {inputs, o.mutable_data_ptr(), DataOrNull(final_state)});
-  return {o, final_state};
+  run(CheckedTier(op), {inputs, out.mutable_data_ptr(), DataOrNull(final_state)});
+  return {out, final_state};
 }
 
 // The gradients of CheckedDelta's tensors, and those of the outputs that they come from.

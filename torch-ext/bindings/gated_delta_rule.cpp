@@ -41,14 +41,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_bwd(
 void define_gated_delta_rule(OpLibrary& ops) {
   ops.def(
       "gated_delta_rule_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, "
-      "Tensor? initial_state, float scale, bool l2norm, bool want_state) -> (Tensor o, Tensor final_state)");
+      "Tensor? initial_state, float scale, bool l2norm, bool want_state) -> (Tensor out, Tensor final_state)");
   ops.def(
       "gated_delta_rule_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
       "Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm) "
       "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dinitial_state)");
   ops.def(
       "gated_delta_rule_recurrent_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, "
-      "Tensor? initial_state, float scale, bool l2norm, bool want_state) -> (Tensor o, Tensor final_state)");
+      "Tensor? initial_state, float scale, bool l2norm, bool want_state) -> (Tensor out, Tensor final_state)");
 }
 
 void implement_gated_delta_rule_cpu(OpLibrary& ops) {

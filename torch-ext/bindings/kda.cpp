@@ -72,7 +72,7 @@ void define_kda(OpLibrary& ops) {
   ops.def(
       "kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias, "
       "float? lower_bound, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm, bool want_state) "
-      "-> (Tensor o, Tensor final_state)");
+      "-> (Tensor out, Tensor final_state)");
   ops.def(
       "kda_bwd(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, "
       "Tensor? dt_bias, float? lower_bound, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm) "
@@ -81,7 +81,7 @@ void define_kda(OpLibrary& ops) {
   ops.def(
       "kda_recurrent_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? a_log, Tensor? dt_bias, "
       "float? lower_bound, Tensor cu_seqlens, Tensor? initial_state, float scale, bool l2norm, bool want_state) "
-      "-> (Tensor o, Tensor final_state)");
+      "-> (Tensor out, Tensor final_state)");
 }
 
 void implement_kda_cpu(OpLibrary& ops) {

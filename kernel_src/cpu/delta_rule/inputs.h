@@ -35,7 +35,7 @@ struct DeltaInputs {
 template <class Inputs>
 struct DeltaForward {
   Inputs in;
-  void* o;            // Elem [T, HV, V]
+  void* out;          // Elem [T, HV, V]
   void* final_state;  // Acc [N, HV, K, V] or null
 };
 

@@ -134,7 +134,7 @@ struct DeltaStepTiles {
 template <template <class> class ChunkTiles, class Kernels, class Forward>
 void RunDeltaForward(const Kernels& kernels, const Forward& args) {
   const DeltaInputs& in = args.in;
-  ClearPadding(in.packing, args.o, in.value_heads * in.value_dim * ElementBytes(in.dtype));
+  ClearPadding(in.packing, args.out, in.value_heads * in.value_dim * ElementBytes(in.dtype));
   ForEachSequenceHead(in.packing, in.key_heads, args.final_state, ScratchBytes<ChunkTiles>(in.dtype, DeltaPlan(in)),
                       [&](int64_t n, int64_t h, void* scratch) { kernels.forward(args, n, h, scratch); });
 }
@@ -158,7 +158,7 @@ void RunDeltaBackward(const Kernels& kernels, const Backward& args, int64_t deca
 template <class Kernels, class Forward>
 void RunDeltaRecurrent(const Kernels& kernels, const Forward& args) {
   const DeltaInputs& in = args.in;
-  ClearPadding(in.packing, args.o, in.value_heads * in.value_dim * ElementBytes(in.dtype));
+  ClearPadding(in.packing, args.out, in.value_heads * in.value_dim * ElementBytes(in.dtype));
   ForEachSequenceHead(in.packing, in.value_heads, args.final_state,
                       ScratchBytes<DeltaStepTiles>(in.dtype, DeltaPlan(in)),
                       [&](int64_t n, int64_t hv, void* scratch) { kernels.recurrent(args, n, hv, scratch); });

@@ -75,7 +75,7 @@ inline void ForwardHead(const typename Rule::Forward& args, const DeltaPlan& pla
   } else {
     MultiplyLower<Into::kAdd>(c, V, tiles.read, plan.ldc, corrections, stride, reads, stride);
   }
-  Elem* o = static_cast<Elem*>(args.o) + (begin * args.in.value_heads + hv) * V;
+  Elem* o = static_cast<Elem*>(args.out) + (begin * args.in.value_heads + hv) * V;
   StoreTile<Acc>(c, V, reads, stride, o, args.in.value_heads * V);
   if (after != nullptr) Rule::AdvanceState(plan, c, tiles, corrections, stride, after);
 }
@@ -219,7 +219,7 @@ inline void RecurrentUnit(const typename Rule::Forward& args, int64_t n, int64_t
     const StepDecay<Acc> step = decay.Step(token, tiles);
     StepState<Acc>(K, V, step, tiles.k, RowDot<Acc>(K, tiles.q, tiles.k), static_cast<const Acc*>(in.beta)[token],
                    tiles.v, tiles.o, &state);
-    StoreTile<Acc>(1, V, tiles.o, plan.ldv, static_cast<Elem*>(args.o) + token * V, 0);
+    StoreTile<Acc>(1, V, tiles.o, plan.ldv, static_cast<Elem*>(args.out) + token * V, 0);
   }
   CloseState<Acc>(in, plan, n, hv, state, args.final_state);
 }
