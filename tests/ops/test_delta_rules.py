@@ -355,7 +355,7 @@ def test_direct_op_calls_check_what_memory_safety_needs(kernel, rule):
         ):
             with pytest.raises(RuntimeError, match=text):
                 call(op, **changes)
-    with pytest.raises(RuntimeError, match="do must have shape"):
+    with pytest.raises(RuntimeError, match="dout must have shape"):
         call(backward, v[:-1], None, tail=(0.5, True))
     with pytest.raises(RuntimeError, match="dfinal_state must have shape"):
         call(backward, v, state[:1], tail=(0.5, True))
