@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+def pytest_report_header():
+    """Shown with -v: what is under test."""
+    kernel = load_kernel()
+    return f"packfree: {Path(kernel.__file__).parent.name}, tier {kernel.cpu_tier()}"
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

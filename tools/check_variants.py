@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from toolkits import CACHE, RELEASES, ROOT, machine_here
 
 REPO_ID = "org/packfree-kernels"
-MODELS = ("qwen3_5_text", "bamba")
+MODELS = ("llama", "qwen3_5_text", "bamba")
 STEPS = 3
 # The torch on PyPI that is built for a CUDA release.
 PYPI_TORCH = {"13.0": "2.13.0", "13.2": "2.15.0"}
@@ -54,7 +54,7 @@ def environment(compute: str) -> Path:
 
 
 def train_packed(where: str) -> None:
-    """Two kinds of model: packed equals alone, and some steps of training packed are those of training alone."""
+    """Attention alone, and two hybrids: packed equals alone, and training packed takes the steps of training alone."""
     import torch
 
     sys.path.insert(0, str(ROOT))

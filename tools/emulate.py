@@ -1,27 +1,31 @@
 """Run the kernels for aarch64 on an x86_64 machine: qemu-user, Debian's Python for arm64, torch for aarch64.
 
-    python tools/emulate.py                          the verbs, the kernels' own tests, models trained packed and alone
-    python tools/emulate.py --cpu neoverse-n1        on another of qemu's CPUs; this one has no bf16 instructions
-    python tools/emulate.py -- -m pytest tests/ops/test_kda.py -q        what the emulated Python is to run instead
+    python tools/emulate.py                          all checks, on a CPU with bf16 instructions and on one without
+    python tools/emulate.py --cpu neoverse-n1        on one of qemu's CPUs
+    python tools/emulate.py -- -m pytest tests/ops/test_kda.py -q      what the emulated Python is to run instead
 
-Needs Debian's packages g++-aarch64-linux-gnu and qemu-user and says so where one is missing. Python and torch are
-fetched once into .toolkits/aarch64/ and installed nowhere: 0.3 GB, or 3 GB where only PyPI's torch, a CUDA build, is
-found. The kernels are built into build/machine-aarch64/. What is emulated computes what a real CPU does, much slower.
+The checks: the verbs; models trained packed and alone; the short set of each op's tests. Each test is a line as it
+runs, and at the end a table tells what passed on which CPU, in which tier. Needs Debian's packages
+g++-aarch64-linux-gnu and qemu-user and says so where one is missing. Python and torch are fetched once into
+.toolkits/aarch64/ and installed nowhere: 0.3 GB, or 3 GB where only PyPI's torch, a CUDA build, is found. The kernels
+are built into build/machine-aarch64/. What is emulated computes what a real CPU does, much slower.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict, List, NamedTuple, Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from check_variants import BESIDE_TORCH, REPO_ID, pinned, train_packed
 from environment import CPU_INDEX
-from fresh import KERNEL_TESTS
+from fresh import KERNEL_TESTS, counted
 from toolkits import CACHE, ROOT, ToolkitMissing, cross_compiler, unpack_debian, wheel_options
 
 MACHINE = "aarch64"
@@ -31,8 +35,9 @@ BUILD = ROOT / "build" / f"machine-{MACHINE}"
 SUITE, PYTHON, PYTHON_VERSION = "bookworm main", Path("debian/usr/bin/python3.11"), "3.11"
 DEBIAN_PACKAGES = ("libstdc++6", "libgomp1", "python3")
 PACKAGES = ("torch", *BESIDE_TORCH, "pytest", "hypothesis", "expecttest")
-# All that qemu emulates but SVE, which the kernels do not use and which makes torch slower here.
-CPU = "max,sve=off,pauth-impdef=on"
+# qemu's CPUs, and the tier that the kernels are to pick on each: all that qemu emulates but SVE, which the kernels do
+# not use and which makes torch slower here; and one without bf16 instructions.
+CPUS = {"max,sve=off,pauth-impdef=on": "neon_bf16", "neoverse-n1": "neon"}
 # What torch's libraries read about the CPU. qemu looks for files here first; of this machine's they make nothing and
 # crash. One core like a Neoverse N1 is described, whatever is emulated: our kernels ask the emulator, not these.
 CPU_FILES = {
@@ -105,6 +110,43 @@ def settings() -> Dict[str, str]:
     }
 
 
+class Step(NamedTuple):
+    """One command; the emulated CPU it runs on, if on one; the tier it is to report; the files it is to test."""
+
+    name: str
+    command: List[str]
+    settings: Dict[str, str] = {}
+    cpu: str = ""
+    tier: str = ""
+    files: Sequence[str] = ()
+
+
+class Outcome(NamedTuple):
+    """What became of a step, by what it printed: tier, pytest's closing line or models trained, tests of each file."""
+
+    step: Step
+    ok: bool
+    minutes: float
+    core_minutes: float
+    tier: str = ""
+    result: str = ""
+    by_file: Dict[str, str] = {}
+
+    def rows(self) -> List[str]:
+        where = f"{self.step.cpu.split(',')[0]:<14}{self.tier:<11}"
+        took = f"{self.minutes:>5.1f}{self.core_minutes:>8.1f}"
+        rows = [f"{where}{self.step.name:<19}{'ok' if self.ok else 'FAILED':<8}{took}  {self.result}"]
+        return rows + [f"{where}  {Path(path).stem:<38}{counts}" for path, counts in self.by_file.items()]
+
+
+def tests_by_file(text: str, files: Sequence[str]) -> Dict[str, str]:
+    """What ``pytest -vv`` says of the tests of each file, as ``3 passed, 1 skipped``; empty for a file without any."""
+    found = {path: Counter() for path in files}
+    for path, became in re.findall(r"^(\S+\.py)::.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", text, re.MULTILINE):
+        found.setdefault(path, Counter())[became.lower()] += 1
+    return {path: ", ".join(f"{n} {became}" for became, n in sorted(counts.items())) for path, counts in found.items()}
+
+
 def check_here() -> None:
     """What runs emulated: the loader's own choice of a variant, and models trained packed and alone."""
     import platform
@@ -118,17 +160,50 @@ def check_here() -> None:
     print(kernel.hooks_status())
 
 
-def run(name: str, command: List[str], changed: Dict[str, str]) -> bool:
-    print(f"emulate: {name} ...", flush=True)
-    started = time.time()
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, **changed))
-    print(f"emulate: {name} {'ok' if done.returncode == 0 else 'FAILED'}, {(time.time() - started) / 60:.1f} min")
-    return done.returncode == 0
+def core_seconds() -> float:
+    """What the programs that were started and have ended took of a core: minutes beside other work tell little."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def run(step: Step) -> Outcome:
+    """Run a step and show its output as it comes. Another tier than it was to run in is a failure."""
+    print(f"emulate: {step.name}{' on ' if step.cpu else ''}{step.cpu} ...", flush=True)
+    started, used, lines = time.time(), core_seconds(), []
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", **step.settings)
+    running = subprocess.Popen(
+        step.command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    for line in running.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    ok, text = running.wait() == 0, "".join(lines)
+    minutes, core_minutes = (time.time() - started) / 60, (core_seconds() - used) / 60
+    # What runs on this machine, as pytest for the verbs, reports a tier of this machine.
+    found = re.findall(r"^(?:emulate|packfree): .*\btier (\w+)", text, re.MULTILINE) if step.cpu else []
+    tier = ", ".join(sorted(set(found)))
+    by_file = tests_by_file(text, step.files)
+    ok = ok and step.tier in ("", tier) and all("passed" in counts for counts in by_file.values())
+    result = counted(text) or ", ".join(re.findall(r" (\w+) packed equals alone", text))
+    outcome = Outcome(step, ok, minutes, core_minutes, tier, result, by_file)
+    print(f"emulate: {' '.join(outcome.rows()[0].split())}", flush=True)
+    return outcome
+
+
+def checks(cpu: str) -> List[Step]:
+    """What runs on an emulated CPU: training, and the ops' tests, which share the minutes that imports take there."""
+    # -vv: pytest.ini has a -q.
+    tests = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", "-m", "kernels_ci", *KERNEL_TESTS]
+    tier = CPUS.get(cpu, "")
+    return [
+        Step("training", emulated(cpu, [__file__, "--inside"]), settings(), cpu, tier),
+        Step("tests of the ops", emulated(cpu, tests), settings(), cpu, tier, KERNEL_TESTS),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", default=CPU, help=f"one of qemu's CPUs, with its options (default: {CPU})")
+    parser.add_argument("--cpu", help=f"one of qemu's CPUs, with its options (default: {' and '.join(CPUS)})")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", help="what the emulated Python is to run (default: the checks)")
     options = parser.parse_args()
@@ -140,19 +215,19 @@ def main() -> None:
         complete_environment()
     except ToolkitMissing as missing:
         sys.exit(f"emulate: {missing}")
-    if not run("build", [sys.executable, str(ROOT / "tools" / "build.py"), "--machine", MACHINE], {}):
-        sys.exit(1)
+    cpus = [options.cpu] if options.cpu else list(CPUS)
+    build = Step("build", [sys.executable, str(ROOT / "tools" / "build.py"), "--machine", MACHINE])
     if options.arguments:
-        steps = [("command", emulated(options.cpu, options.arguments), settings())]
+        steps = [Step("command", emulated(cpus[0], options.arguments), settings(), cpus[0])]
     else:
-        verbs = [sys.executable, "-m", "pytest", "-q", "tests/cpp/test_simd.py", "-k", MACHINE]
-        tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS, "-m", "kernels_ci"]
-        steps = [
-            ("verbs", verbs, {}),
-            ("tests of the kernels", emulated(options.cpu, tests), settings()),
-            ("training", emulated(options.cpu, [__file__, "--inside"]), settings()),
-        ]
-    sys.exit(0 if all([run(*step) for step in steps]) else 1)
+        verbs = [sys.executable, "-m", "pytest", "-vv", "tests/cpp/test_simd.py", "-k", MACHINE]
+        steps = [Step("verbs", verbs), *(step for cpu in cpus for step in checks(cpu))]
+    outcomes = [run(build)]
+    if outcomes[0].ok:
+        outcomes += [run(step) for step in steps]
+    print(f"\n{'emulated CPU':<14}{'tier':<11}{'':<27}{'min':>5}{'of core':>8}")
+    print("\n".join(row for outcome in outcomes for row in outcome.rows()))
+    sys.exit(0 if all(outcome.ok for outcome in outcomes) else 1)
 
 
 if __name__ == "__main__":

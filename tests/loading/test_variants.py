@@ -215,19 +215,6 @@ def test_what_a_command_builds(monkeypatch, tmp_path, words, expected):
     assert all(len(machines) == 1 for machines in works.values())
 
 
-@pytest.mark.parametrize("builds", [True, False])
-def test_nothing_is_emulated_after_a_build_that_failed(monkeypatch, builds):
-    emulate, ran = load_tool("emulate"), []
-    monkeypatch.setattr(emulate, "emulator", lambda: "qemu-aarch64")
-    monkeypatch.setattr(emulate, "complete_environment", lambda: None)
-    monkeypatch.setattr(emulate, "run", lambda name, command, changed: ran.append(name) or builds)
-    monkeypatch.setattr("sys.argv", ["emulate.py"])
-    with pytest.raises(SystemExit) as ended:
-        emulate.main()
-    assert ended.value.code == (0 if builds else 1)
-    assert ran == ["build", "verbs", "tests of the kernels", "training"][: None if builds else 1]
-
-
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_a_toolkit_that_cannot_be_had_leaves_its_variant_out(monkeypatch, tmp_path, capsys, machine):
     """No nvcc, no package index, no apt-get: one line a variant, for this machine and another."""
