@@ -130,21 +130,25 @@ class Outcome(NamedTuple):
     core_minutes: float
     tier: str = ""
     result: str = ""
-    by_file: Dict[str, str] = {}
+    by_file: Dict[str, Counter] = {}
 
     def rows(self) -> List[str]:
         where = f"{self.step.cpu.split(',')[0]:<14}{self.tier:<11}"
         took = f"{self.minutes:>5.1f}{self.core_minutes:>8.1f}"
         rows = [f"{where}{self.step.name:<19}{'ok' if self.ok else 'FAILED':<8}{took}  {self.result}"]
-        return rows + [f"{where}  {Path(path).stem:<38}{counts}" for path, counts in self.by_file.items()]
+        return rows + [f"{where}  {Path(path).stem:<38}{told(counts)}" for path, counts in self.by_file.items()]
 
 
-def tests_by_file(text: str, files: Sequence[str]) -> Dict[str, str]:
-    """What ``pytest -vv`` says of the tests of each file, as ``3 passed, 1 skipped``; empty for a file without any."""
+def tests_by_file(text: str, files: Sequence[str]) -> Dict[str, Counter]:
+    """What ``pytest -vv`` says became of the tests of each file; nothing for a file without any."""
     found = {path: Counter() for path in files}
     for path, became in re.findall(r"^(\S+\.py)::.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", text, re.MULTILINE):
         found.setdefault(path, Counter())[became.lower()] += 1
-    return {path: ", ".join(f"{n} {became}" for became, n in sorted(counts.items())) for path, counts in found.items()}
+    return found
+
+
+def told(counts: Counter) -> str:
+    return ", ".join(f"{number} {became}" for became, number in sorted(counts.items()))
 
 
 def check_here() -> None:
@@ -183,7 +187,7 @@ def run(step: Step) -> Outcome:
     found = re.findall(r"^(?:emulate|packfree): .*\btier (\w+)", text, re.MULTILINE) if step.cpu else []
     tier = ", ".join(sorted(set(found)))
     by_file = tests_by_file(text, step.files)
-    ok = ok and step.tier in ("", tier) and all("passed" in counts for counts in by_file.values())
+    ok = ok and step.tier in ("", tier) and all(counts["passed"] for counts in by_file.values())
     result = counted(text) or ", ".join(re.findall(r" (\w+) packed equals alone", text))
     outcome = Outcome(step, ok, minutes, core_minutes, tier, result, by_file)
     print(f"emulate: {' '.join(outcome.rows()[0].split())}", flush=True)
@@ -227,7 +231,10 @@ def main() -> None:
         outcomes += [run(step) for step in steps]
     print(f"\n{'emulated CPU':<14}{'tier':<11}{'':<27}{'min':>5}{'of core':>8}")
     print("\n".join(row for outcome in outcomes for row in outcome.rows()))
-    sys.exit(0 if all(outcome.ok for outcome in outcomes) else 1)
+    failed = sum(not outcome.ok for outcome in outcomes)
+    total = sum((counts for outcome in outcomes for counts in outcome.by_file.values()), Counter())
+    print(f"emulate: {told(total) or 'no test ran'}; steps failed: {failed}")
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """tools/emulate.py: what it runs, what counts as a failure, and that its table says what a step itself reported."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -98,9 +99,9 @@ def test_what_runs_here_reports_no_tier(emulate):
 @pytest.mark.parametrize(
     "became, ok, counts",
     [
-        (("PASSED", "PASSED"), True, {"tests/test_a.py": "1 passed", "tests/test_b.py": "1 passed"}),
-        (("PASSED", "SKIPPED"), False, {"tests/test_a.py": "1 passed", "tests/test_b.py": "1 skipped"}),
-        (("PASSED",), False, {"tests/test_a.py": "1 passed", "tests/test_b.py": ""}),
+        (("PASSED", "PASSED"), True, {"tests/test_a.py": {"passed": 1}, "tests/test_b.py": {"passed": 1}}),
+        (("PASSED", "SKIPPED"), False, {"tests/test_a.py": {"passed": 1}, "tests/test_b.py": {"skipped": 1}}),
+        (("PASSED",), False, {"tests/test_a.py": {"passed": 1}, "tests/test_b.py": {}}),
     ],
     ids=["both", "one skipped", "one without tests"],
 )
@@ -110,3 +111,13 @@ def test_a_file_of_which_no_test_passed_is_a_failure(emulate, became, ok, counts
     outcome = emulate.run(emulate.Step("tests", command, files=list(counts)))
     assert (outcome.ok, outcome.by_file) == (ok, counts)
     assert [row.split()[0] for row in outcome.rows()[1:]] == ["test_a", "test_b"]
+
+
+def test_the_last_line_sums_what_passed(emulate, monkeypatch, capsys):
+    """The table of tools/fresh.py takes it for its own."""
+    outcome = emulate.Outcome(emulate.Step("x", []), True, 0.0, 0.0, by_file={"a.py": Counter(passed=3, skipped=1)})
+    monkeypatch.setattr(emulate, "run", lambda step: outcome)
+    monkeypatch.setattr("sys.argv", ["emulate.py", "--cpu", "max"])
+    with pytest.raises(SystemExit):
+        emulate.main()
+    assert emulate.counted(capsys.readouterr().out) == "emulate: 12 passed, 4 skipped; steps failed: 0"
