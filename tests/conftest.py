@@ -1,6 +1,6 @@
 """Loads the kernel once, as users do, from build/; fills unwritten outputs with NaN in every test."""
 
-import importlib.util
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -34,13 +34,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def load_tool(name: str) -> ModuleType:
-    """The module tools/``name``.py, by its path: ``build`` is also the name of a folder here."""
-    module_name = f"packfree_tool_{name}"
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, ROOT / "tools" / f"{name}.py")
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
-    return sys.modules[module_name]
+    """The module ``name`` of tools/, for example ``build`` or ``maintainers.cuda_table``."""
+    # Those that are scripts import one another by bare names: a script's own folder is on its path.
+    if str(ROOT / "tools") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tools"))
+    return importlib.import_module(f"tools.{name}")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,11 @@
-"""Format rules of a kernel repository, checked on the sources and on every variant in build/.
+"""Check the format rules of a kernel repository on the sources and on every variant in build/.
+
+    python tools/check.py
 
 Prints one line a rule and exits with 1 if any is broken.
 """
 
+import argparse
 import ast
 import json
 import re
@@ -12,8 +15,6 @@ from pathlib import Path
 from typing import Callable, Iterator, List, Tuple
 
 import tomllib
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from toolkits import machine_here
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -292,6 +293,7 @@ RULES: List[Tuple[str, Callable[[], Iterator[str]]]] = [
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     broken = 0
     if not variants():
         sys.exit("check: build/ holds no variant; run make build")

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from toolkits import CACHE, RELEASES, ROOT, machine_here
 
 REPO_ID = "org/packfree-kernels"
@@ -95,7 +94,7 @@ def check_here(compute: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("compute", nargs="*", help=f"variants to check, of {', '.join(RELEASES)} (default: all built)")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

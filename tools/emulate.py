@@ -22,7 +22,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from check_variants import BESIDE_TORCH, REPO_ID, pinned, train_packed
 from environment import CPU_INDEX
 from fresh import KERNEL_TESTS, counted
@@ -206,7 +205,7 @@ def checks(cpu: str) -> List[Step]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", help=f"one of qemu's CPUs, with its options (default: {' and '.join(CPUS)})")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", help="what the emulated Python is to run (default: the checks)")

@@ -188,7 +188,7 @@ def table(outcomes: List[Outcome]) -> str:
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lanes", nargs="*", metavar="lane", help=f"of {', '.join(LANES)} (default: all)")
     parser.add_argument("--list", action="store_true", help="what each lane shows")
     parser.add_argument("--work", type=Path, help="folder for clones and logs (default: a new temporary one)")

@@ -1,9 +1,7 @@
 """Publish what lies in ``build/`` to a Hub kernel repository.
 
-Without ``--yes`` nothing is changed: a table shows what would be::
-
-    python tools/publish.py                      # what would happen
-    HF_TOKEN=hf_... python tools/publish.py --yes
+    python tools/publish.py                          only say what would be changed
+    HF_TOKEN=hf_... python tools/publish.py --yes    change it
 
 The variants and ``benchmarks/benchmark*.py`` go to the branch ``v<version>``, the rendered ``CARD.md`` goes to ``main``
 as ``README.md``. Files of a published variant that the new build no longer has are deleted; on a new branch so is every
@@ -296,7 +294,9 @@ def describe(plan: Plan, list_files: bool = False) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="The token is HF_TOKEN or the one of `hf auth login`."
+        description=__doc__,
+        epilog="The token is HF_TOKEN or the one of `hf auth login`.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--yes", action="store_true", help="do it; without this only show what would be done")
     parser.add_argument("--repo-id", help="owner/name, in place of the one in build.toml")

@@ -1,4 +1,7 @@
-"""Write the src lists of build.toml from what lies in the tree, or check them with --check.
+"""Write the src lists of build.toml from what lies in the tree, or check them.
+
+    python tools/sync_build.py            write them
+    python tools/sync_build.py --check    fail if one is out of step
 
 build.toml knows no globs, and a kernel-builder sandbox holds only listed files, so a header that is missing here breaks
 the real build and no local one.
@@ -47,7 +50,7 @@ def synced(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a list is out of step")
     arguments = parser.parse_args()
     path = ROOT / "build.toml"

@@ -261,7 +261,7 @@ def outcome(combination: Combination, python: "Path | str") -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="run what the table has, too")
     parser.add_argument("--only", default="", metavar="WORD", help="combinations whose line holds WORD, again")
     parser.add_argument("--list", action="store_true", help="name the combinations, run nothing")

@@ -1,5 +1,5 @@
 """The committed table of what CUDA kernels take of a GPU: whole, and without spills. Compiling anew takes minutes, so
-only the smallest source is compiled here; ``tools/cuda_table.py --check`` compares them all."""
+only the smallest source is compiled here; ``cuda_table --check`` of tools/maintainers compares them all."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def test_shared_memory_fits_without_being_asked_for():
 
 
 def test_every_kernel_is_there_in_every_architecture():
-    tool = load_tool("cuda_table")
+    tool = load_tool("maintainers.cuda_table")
     written = set()
     for path in (ROOT / "kernel_src" / "cuda").rglob("*.cu*"):
         written |= set(re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\))?\s*(\w+)\(", path.read_text()))
@@ -44,7 +44,7 @@ def test_the_log_of_the_compiler_is_read():
         "ptxas info    : Used 128 registers, used 1 barriers, 24 bytes cumulative stack size, 9216 bytes smem, "
         "400 bytes cmem[0]\n"
     )
-    (row,) = load_tool("cuda_table").rows_of(ROOT / "kernel_src/cuda/x.cu", log)
+    (row,) = load_tool("maintainers.cuda_table").rows_of(ROOT / "kernel_src/cuda/x.cu", log)
     assert row == {
         "file": "cuda/x.cu", "kernel": "Kept<float>", "arch": "sm_90", "registers": 128, "spilled": 96, "stack": 24,
         "shared": 9216, "constant": 400,
@@ -53,7 +53,7 @@ def test_the_log_of_the_compiler_is_read():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles with nvcc, which is not on PATH")
 def test_the_tool_compiles(monkeypatch):
-    tool = load_tool("cuda_table")
+    tool = load_tool("maintainers.cuda_table")
     source = ROOT / "kernel_src" / "cuda" / "packing" / "packing.cu"
     monkeypatch.setattr(tool, "sources", lambda: [source])
     monkeypatch.setattr(tool, "ARCHS", ("90",))
@@ -64,9 +64,10 @@ def test_the_tool_compiles(monkeypatch):
 
 
 def test_hip_has_every_name_of_cuda_that_the_kernels_use():
-    """tools/hip_check.py compiles them for AMD's GPUs, through headers that give CUDA's names; none has run there."""
+    """hip_check compiles them for AMD's GPUs, through headers that give CUDA's names; none has run there."""
     names = re.compile(r"\b(?:cuda[A-Z]\w+|__shfl\w+|__nv_\w+|__bfloat\w+|__float2bfloat\w+)\b")
     kernels = (ROOT / "kernel_src" / "cuda").rglob("*.cu*")
     used = {name for path in kernels for name in names.findall(path.read_text())}
-    given = {name for path in (ROOT / "tools" / "hip").glob("*.h") for name in names.findall(path.read_text())}
+    headers = (ROOT / "tools" / "maintainers" / "hip").glob("*.h")
+    given = {name for path in headers for name in names.findall(path.read_text())}
     assert used and used <= given

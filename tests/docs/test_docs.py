@@ -192,14 +192,14 @@ def test_numbers_of_model_types_are_those_of_the_table():
 
 @pytest.mark.parametrize("name", ["packing", "speed", "architecture"])
 def test_pictures_are_those_of_the_tool(name):
-    assert load_tool("pictures").source_digest(name) in (ROOT / "docs" / f"{name}.svg").read_text(), (
-        "run tools/pictures.py, and look at what it draws"
+    assert load_tool("maintainers.pictures").source_digest(name) in (ROOT / "docs" / f"{name}.svg").read_text(), (
+        "run tools/maintainers/pictures.py, and look at what it draws"
     )
 
 
 def test_speeds_in_the_table_are_those_that_were_measured():
     """The picture's numbers are made of the measurements; those of the table beside it are written by hand."""
-    tool = load_tool("pictures")
+    tool = load_tool("maintainers.pictures")
     rows = json.loads(tool.SPEEDS.read_text())
     table = (ROOT / "docs" / "speed.md").read_text()
     for title, op, shape in tool.SHOWN[:5]:

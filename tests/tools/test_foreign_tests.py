@@ -1,10 +1,12 @@
-"""tools/foreign_tests.py on a made-up folder of tests: what the hooks break is reported, and nothing else."""
+"""foreign_tests of tools/maintainers on a made-up folder of tests: what the hooks break is reported, nothing else."""
 
 import json
 import subprocess
 import sys
 
 from tests.conftest import BUILD, ROOT
+
+TOOL = [sys.executable, "-m", "tools.maintainers.foreign_tests"]
 
 # One test passes in every mode, one in none, one only without the hooks, one only with sdpa as the default.
 PLANTED = """
@@ -63,7 +65,7 @@ def made_up_folder(tmp_path):
 
 def test_only_what_breaks_with_us_is_reported(tmp_path):
     folder, report = made_up_folder(tmp_path), tmp_path / "report.json"
-    command = [sys.executable, "tools/foreign_tests.py", str(folder), "--report", str(report), "-k", "not hangs"]
+    command = [*TOOL, str(folder), "--report", str(report), "-k", "not hangs"]
     done = subprocess.run([*command, "--build", str(BUILD)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     faults = json.loads(report.read_text())["broken"]
@@ -92,7 +94,7 @@ def test_only_what_breaks_with_us_is_reported(tmp_path):
 def test_a_test_that_hangs_fails_and_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("PACKFREE_FOREIGN_SECONDS", "1")
     folder, report = made_up_folder(tmp_path), tmp_path / "report.json"
-    command = [sys.executable, "tools/foreign_tests.py", str(folder), "--report", str(report), "--modes", "hooks"]
+    command = [*TOOL, str(folder), "--report", str(report), "--modes", "hooks"]
     done = subprocess.run([*command, "-k", "left_out_by_k or test_right"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(report.read_text())["runs"]["hooks"]
@@ -102,6 +104,6 @@ def test_a_test_that_hangs_fails_and_the_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_type_that_the_folder_lacks_is_an_error(tmp_path):
-    command = [sys.executable, "tools/foreign_tests.py", str(made_up_folder(tmp_path)), "--types", "tiny", "absent"]
+    command = [*TOOL, str(made_up_folder(tmp_path)), "--types", "tiny", "absent"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0 and "for absent" in done.stderr

@@ -51,7 +51,7 @@ def started(monkeypatch):
 @pytest.fixture(scope="module")
 def calls(kernel):
     """Calls of every op, and the tool that makes them on fake CUDA tensors."""
-    tool = load_tool("triton_calls")
+    tool = load_tool("maintainers.triton_calls")
     return tool, [call for call in tool.all_calls() if call.dtype == torch.bfloat16]
 
 

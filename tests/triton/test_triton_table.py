@@ -19,7 +19,7 @@ needs_table = pytest.mark.skipif(not TABLE.exists(), reason=f"there is no table 
 def check(root=ROOT):
     """Run the tool's check in a process of its own, where kernels are compiled and not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(root / "tools" / "triton_table.py"), "--check"]
+    command = [sys.executable, "-m", "tools.maintainers.triton_table", "--check"]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
 
 
@@ -67,7 +67,7 @@ def test_a_release_without_a_table_says_so(copy):
 
 
 def test_products_that_sum_over_little_are_found():
-    products = load_tool("triton_products")
+    products = load_tool("maintainers.triton_products")
     product = "%a = tt.dot %x, %y, %z, inputPrecision = tf32x3 : "
     text = product + "tensor<64x16xf32> * tensor<16x32xf32> -> tensor<64x32xf32>\n"
     text += product + "tensor<32x{axis}xf32> * tensor<{axis}x32xf32> -> tensor<32x32xf32>\n"

@@ -1,6 +1,6 @@
 """The public functions have the parameters of the functions they follow: names, order, kinds and defaults.
 
-tests/data/upstream_signatures.json was read from the releases by tools/upstream_signatures.py.
+tests/data/upstream_signatures.json was read from the releases by tools/maintainers/upstream_signatures.py.
 """
 
 import inspect
@@ -89,7 +89,7 @@ def f(a, b: int = 1, c=(-1, float("inf")), *, d, e=None, **rest):
 
 
 def test_the_table_is_read_from_text():
-    tool = load_tool("upstream_signatures")
+    tool = load_tool("maintainers.upstream_signatures")
     (row,) = tool.signatures(tool.Source("p", "1", "p/f.py", ["f"]), SOURCE)
     assert [(p["name"], p["kind"], p.get("default")) for p in row["parameters"]] == [
         ("a", "positional", None),

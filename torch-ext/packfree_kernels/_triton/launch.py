@@ -37,7 +37,7 @@ SM100 = Target("cuda", 100, 148, 227 * 1024)
 GFX942 = Target("hip", "gfx942", 304, 64 * 1024)
 TARGETS = (SM80, SM90, SM100, GFX942)
 
-# What a product sums over is no shorter: Triton before 3.8 refuses less. tools/triton_table.py looks at every product.
+# What a product sums over is no shorter: Triton before 3.8 refuses less. The table of Triton kernels looks at them all.
 SHORTEST = 16
 
 # Where no GPU decides, as in Triton's interpreter: few programs, so that each strides over several items of work.

@@ -1,7 +1,7 @@
 """Draw the pictures of docs/: what packing does, how fast the functions are, and the way of a packed call.
 
-    python tools/pictures.py                 all, as SVG, into docs/
-    python tools/pictures.py --png FOLDER    the same as PNG, to look at
+    python -m tools.maintainers.pictures                 all, as SVG, into docs/
+    python -m tools.maintainers.pictures --png FOLDER    the same as PNG, to look at
 
 The speeds are those of benchmarks/results/cpu.json. A picture holds the digest of what it was drawn from, by which
 tests/docs/test_docs.py notices that it is old. Letters are drawn as shapes, so a picture looks the same everywhere.
@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs"
 SPEEDS = ROOT / "benchmarks" / "results" / "cpu.json"
 
@@ -30,7 +30,7 @@ EMPTY, INK, PALE, RED = "#e7e7e7", "#222222", "#6b6b6b", "#b3261e"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="draw PNG files there instead")
     png = parser.parse_args().png
     # Without a date and with fixed names inside, the same input gives the same file.
@@ -40,7 +40,7 @@ def main() -> None:
         if png:
             figure.savefig(png / f"{name}.png", dpi=110, facecolor="white")
         else:
-            about = {"Date": None, "Creator": "tools/pictures.py", "Description": source_digest(name)}
+            about = {"Date": None, "Creator": "tools/maintainers/pictures.py", "Description": source_digest(name)}
             figure.savefig(FOLDER / f"{name}.svg", facecolor="white", metadata=about)
         pyplot.close(figure)
 

@@ -3,8 +3,8 @@
 The sources of the releases named below are downloaded by pip and read as text; nothing of them is imported. torch must
 be installed, since the setup scripts that pip runs for a file's metadata want it.
 
-    .venv/bin/python tools/upstream_signatures.py
-    .venv/bin/python tools/upstream_signatures.py FOLDER      sources that lie in FOLDER, as .tar.gz
+    python -m tools.maintainers.upstream_signatures
+    python -m tools.maintainers.upstream_signatures FOLDER      sources that lie in FOLDER, as .tar.gz
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "data" / "upstream_signatures.json"
 # The setup scripts compile unless told not to.
 NO_COMPILER = {name: "TRUE" for name in ("CAUSAL_CONV1D_SKIP_CUDA_BUILD", "MAMBA_SKIP_CUDA_BUILD",
@@ -111,7 +111,7 @@ def read(folder: Path, source: Source) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="where the sources lie; without it they are downloaded")
     folder = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as own:

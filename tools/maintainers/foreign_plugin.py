@@ -1,4 +1,4 @@
-"""What tools/foreign_tests.py loads into pytest: this package in one of three modes, and a line of JSON per test.
+"""What foreign_tests.py loads into pytest: this package in one of three modes, and a line of JSON per test.
 
 ``PACKFREE_FOREIGN_MODE`` is ``without``, ``hooks`` (the package is loaded, models choose their attention as ever) or
 ``attention`` (ours is what a model gets that was asked for none). ``PACKFREE_FOREIGN_RESULTS`` names the file of lines.

@@ -1,7 +1,7 @@
-"""What the compiled CUDA kernels take of a GPU: registers, spills, shared and constant memory.
+"""Tabulate what the compiled CUDA kernels take of a GPU: registers, spills, shared and constant memory.
 
-    python tools/cuda_table.py            compile kernel_src/cuda/ and write kernel_src/cuda/REGISTERS.json
-    python tools/cuda_table.py --check    compile, and fail on a spill or where the file says something else
+    python -m tools.maintainers.cuda_table            compile kernel_src/cuda/ and write kernel_src/cuda/REGISTERS.json
+    python -m tools.maintainers.cuda_table --check    compile, and fail on a spill or where the file says something else
 
 No GPU is needed, only the compiler of the CUDA release in RELEASE. A spill is a register kept in memory.
 """
@@ -15,12 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from toolkits import toolkit
+from tools.build import load_build_toml
+from tools.toolkits import toolkit
 
-from build import load_build_toml
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "kernel_src" / "cuda" / "REGISTERS.json"
 RELEASE = "cu130"
 ARCHS = ("80", "90", "100")
@@ -82,13 +80,13 @@ def text_of(rows: List[Dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail on spills or a stale table")
     arguments = parser.parse_args()
     rows = compiled()
     spilled = [f"{row['kernel']} on {row['arch']}" for row in rows if row["spilled"]]
     if arguments.check and text_of(rows) != TABLE.read_text():
-        sys.exit(f"cuda_table: {TABLE.relative_to(ROOT)} is out of step; run: python tools/cuda_table.py")
+        sys.exit(f"cuda_table: {TABLE.relative_to(ROOT)} is out of step; run: python -m tools.maintainers.cuda_table")
     if not arguments.check:
         TABLE.write_text(text_of(rows))
     if spilled:

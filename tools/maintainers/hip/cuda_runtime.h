@@ -1,4 +1,4 @@
-// What the kernels of kernel_src/cuda/ use of CUDA, in HIP's words; see tools/hip_check.py. Never run.
+// What the kernels of kernel_src/cuda/ use of CUDA, in HIP's words; see tools/maintainers/hip_check.py. Never run.
 //
 // Their warp is 32 neighbouring lanes. A wave of an AMD GPU has 32 or 64, and HIP's exchanges take a width; whole warps
 // exchange and nothing else does, so the two halves of a wave of 64 need not know of each other.

@@ -1,13 +1,13 @@
-"""What the Triton kernels take of each kind of GPU, by the installed Triton: registers, spilled bytes, shared memory.
+"""Tabulate what the Triton kernels take of each kind of GPU, by the installed Triton: registers, spills, shared memory.
 
-    python tools/triton_table.py            compile the launches of tools/triton_calls.py that the table of this Triton
-                                            does not know yet, for every target (all of them: half an hour), and write
-                                            benchmarks/results/triton_targets/RELEASE.json and triton_targets.md
-    python tools/triton_table.py --check    compile nothing: fail where the table of this Triton lacks a launch of
-                                            today's code, where a launch does not fit the target's shared memory, where
-                                            its products are of a kind that tools/triton_products.py has found to go
-                                            wrong, or where it spills more than this Triton may (MOST_SPILLED)
-    python tools/triton_table.py --only kda compile the kernels whose name holds a word, and write nothing
+    python -m tools.maintainers.triton_table               what the table of this Triton lacks, for every target
+    python -m tools.maintainers.triton_table --check       compile nothing: is the table whole, and does all fit?
+    python -m tools.maintainers.triton_table --only kda    the kernels whose name holds a word, and write nothing
+
+The launches of triton_calls.py are compiled (all of them: half an hour), and the results written to
+benchmarks/results/triton_targets/RELEASE.json and triton_targets.md. The check fails where the table of this Triton
+lacks a launch of today's code, where a launch does not fit the target's shared memory, where its products are of a kind
+that triton_products.py has found to go wrong, or where it spills more than this Triton may (MOST_SPILLED).
 
 Each Triton that a torch we support brings compiles otherwise, so each has a table. No GPU is needed: Triton brings its
 compilers along. A kernel is known by its code, so that a change of it shows. Spilled bytes are those of a thread's
@@ -36,12 +36,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton-cache"))
 os.environ.update(LOCAL_KERNELS=f"org/packfree-kernels={ROOT / 'build'}", HF_HUB_OFFLINE="1")
 # Kernels are compiled here, not interpreted, whatever the caller's tests do.
 os.environ.pop("TRITON_INTERPRET", None)
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -49,8 +48,9 @@ from tqdm import tqdm  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler.compiler import ASTSource, make_backend  # noqa: E402
 from triton.runtime.jit import JITCallable, MockTensor, create_function_from_signature  # noqa: E402
-from triton_calls import all_calls, launches_of  # noqa: E402
-from triton_products import hazards, shortest_axis  # noqa: E402
+
+from tools.maintainers.triton_calls import all_calls, launches_of  # noqa: E402
+from tools.maintainers.triton_products import hazards, shortest_axis  # noqa: E402
 
 TABLES = ROOT / "benchmarks" / "results" / "triton_targets"
 RELEASE = triton.__version__.split("+")[0]
@@ -70,7 +70,7 @@ class Row:
         spilled: bytes of a thread.
         shared: bytes of a block.
         shortest: the shortest axis of its products, 0 if it has none.
-        hazards: what tools/triton_products.py says of them.
+        hazards: what triton_products.py says of them.
     """
 
     kernel: str
@@ -155,7 +155,7 @@ def wanted_launches(kernel: ModuleType, only: str = "") -> list[Wanted]:
     calls = [call for call in all_calls() if call.op in devices.TRITON]
     missing = {op for op in devices.TRITON if not op.endswith("_bwd")} - {call.op for call in calls}
     if missing:
-        sys.exit(f"triton_table: tools/triton_calls.py has no call of {', '.join(sorted(missing))}")
+        sys.exit(f"triton_table: triton_calls.py has no call of {', '.join(sorted(missing))}")
     found: dict[tuple[str, str], Wanted] = {}
     for target in launcher.TARGETS:
         for call in calls:
@@ -281,8 +281,8 @@ def markdown_of(targets: list[str]) -> str:
         "# What the Triton kernels take",
         "",
         "Compiled on a machine without a GPU, by each Triton that a torch from 2.11 on brings:",
-        "`python tools/triton_table.py`. Each cell: registers a thread / KiB of shared memory a block, the most of all",
-        "calls; bytes spilled, if any.",
+        "`python -m tools.maintainers.triton_table`. Each cell: registers a thread / KiB of shared memory a block, the",
+        "most of all calls; bytes spilled, if any.",
     ]
     for table in tables:
         rows = list(known_rows(table).values())
@@ -328,7 +328,7 @@ def check(wanted: list[Wanted], limits: dict[str, int]) -> list[str]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compile nothing; is the committed table right?")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that compile at the same time")
     parser.add_argument("--only", default="", metavar="WORD", help="compile kernels whose name holds it, write nothing")

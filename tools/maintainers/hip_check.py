@@ -1,13 +1,14 @@
 """Compile the CUDA C++ kernels for an AMD GPU, as far as Debian's packages go, and tabulate registers and spills.
 
-    python tools/hip_check.py       both halves of each source for gfx942 (MI300), assembly in .toolkits/hip/out
+    python -m tools.maintainers.hip_check    both halves of each source for gfx942, assembly in .toolkits/hip/out
 
-No GPU is needed, and none has run what comes out. tools/hip/ has CUDA's names in HIP's words; the sources are those of
-the CUDA variants. Debian's clang, HIP headers and device libraries are fetched once into .toolkits/hip/ (60 MB) and
-installed nowhere. Its HIP is 5.2, which is older than gfx942: of the device libraries the constant that names the
-architecture is gfx940's. So this shows that the sources are HIP, and is no way to build a variant for ROCm 7.
+No GPU is needed, and none has run what comes out. hip/ beside this file has CUDA's names in HIP's words; the sources
+are those of the CUDA variants. Debian's clang, HIP headers and device libraries are fetched once into .toolkits/hip/
+(60 MB) and installed nowhere. Its HIP is 5.2, which is older than gfx942: of the device libraries the constant that
+names the architecture is gfx940's. So this shows that the sources are HIP, and is no way to build a variant for ROCm 7.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -16,9 +17,8 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Tuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from cuda_table import short_name, sources
-from toolkits import CACHE, ROOT, ToolkitMissing, unpack_debian
+from tools.maintainers.cuda_table import short_name, sources
+from tools.toolkits import CACHE, ROOT, ToolkitMissing, unpack_debian
 
 PLACE = CACHE / "hip"
 USR = PLACE / "debian" / "usr"
@@ -49,7 +49,7 @@ def compiled(source: Path, half: str) -> str:
     """The assembly of one half of ``source``: ``device`` or ``host``. Exits where it does not compile."""
     target = PLACE / "out" / f"{source.stem}_{half}.s"
     target.parent.mkdir(exist_ok=True)
-    folders = [ROOT / "tools" / "hip", USR / "include", ROOT / "kernel_src"]
+    folders = [ROOT / "tools" / "maintainers" / "hip", USR / "include", ROOT / "kernel_src"]
     command = [str(COMPILER), *FLAGS, f"--cuda-{half}-only", f"--rocm-path={USR}", f"--rocm-device-lib-path={BITCODE}",
                *(f"-I{folder}" for folder in folders), "-S", str(source), "-o", str(target)]  # fmt: skip
     libraries = os.pathsep.join(str(USR / "lib" / name) for name in ("x86_64-linux-gnu", "llvm-19/lib"))
@@ -70,6 +70,7 @@ def kernels_of(assembly: str) -> List[Tuple[str, Dict[str, int]]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         complete_toolkit()
     except ToolkitMissing as missing:

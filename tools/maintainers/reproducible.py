@@ -1,7 +1,7 @@
 """Build HEAD a second time, in a folder elsewhere, and compare every byte with the build here.
 
-    python tools/reproducible.py          the CPU variant
-    python tools/reproducible.py --all    every variant
+    python -m tools.maintainers.reproducible          the CPU variant
+    python -m tools.maintainers.reproducible --all    every variant
 
 Prints what differs and exits with 1 if anything does.
 """
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Dict
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def contents(build: Path, cuda: bool) -> Dict[str, bytes]:
@@ -28,7 +28,7 @@ def contents(build: Path, cuda: bool) -> Dict[str, bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="compare the CUDA variants too")
     arguments = parser.parse_args()
     options = ["--all"] if arguments.all else []

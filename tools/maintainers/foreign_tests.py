@@ -1,6 +1,6 @@
-"""Runs a folder of other people's model tests without and with this package, and reports what only we break.
+"""Run a folder of other people's model tests without and with this package, and report what only we break.
 
-    python tools/foreign_tests.py FOLDER [--types llama mamba] [--modes hooks attention]
+    python -m tools.maintainers.foreign_tests FOLDER [--types llama mamba] [--modes hooks attention]
 
 FOLDER holds test_modeling_TYPE.py files at any depth and whatever they import: for example the ``tests`` folder of a
 checkout of transformers at the installed version, with its ``utils`` folder and ``src/transformers`` (a link to the
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Optional
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 REPO_ID = "org/packfree-kernels"
 WITHOUT, HOOKS, ATTENTION = "without", "hooks", "attention"
 
@@ -77,7 +77,7 @@ def test_files(folder: Path, types: List[str]) -> List[Path]:
 
 
 def environment(mode: str, results: Path, build: Path) -> Dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]))
     return {
         **os.environ,
         "PYTHONPATH": path,
