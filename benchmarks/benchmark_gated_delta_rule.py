@@ -4,7 +4,6 @@ The recurrence is the definition, not a fast peer: the comparison with a fast on
 """
 
 import torch
-import torch.nn.functional as F
 from kernels.benchmark import Benchmark
 
 HEADS, VALUE_HEADS, HEAD_DIM = 2, 4, 64
@@ -30,19 +29,10 @@ class GatedDeltaRule(Benchmark):
         self.cu_seqlens = torch.tensor([0, *LENGTHS], device=self.device).cumsum(0, dtype=torch.int32)
 
     def recurrence(self) -> torch.Tensor:
-        group = VALUE_HEADS // HEADS
-        q, k = (F.normalize(tensor[0].float(), dim=-1).repeat_interleave(group, 1) for tensor in (self.q, self.k))
-        v, g, beta = self.v[0].float(), self.g[0], self.beta[0].float()
-        outputs = []
-        for bos, eos in zip(self.cu_seqlens[:-1].tolist(), self.cu_seqlens[1:].tolist()):
-            state = torch.zeros(VALUE_HEADS, HEAD_DIM, HEAD_DIM, device=self.device)
-            for t in range(bos, eos):
-                # S = exp(g) S; S = S + k (beta (v - S' k))'; o = S' q / sqrt(K)
-                state = state * g[t].exp()[:, None, None]
-                change = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-                state = state + torch.einsum("hk,hv->hkv", k[t], change)
-                outputs.append(torch.einsum("hkv,hk->hv", state, q[t]) * HEAD_DIM**-0.5)
-        return torch.stack(outputs)[None].to(self.v.dtype)
+        """The package's own reference, in float32."""
+        q, k, v, g, beta = (tensor[0].float() for tensor in (self.q, self.k, self.v, self.g, self.beta))
+        reference = self.kernel.gated_delta_rule.gated_delta_rule_reference
+        return reference(q, k, v, g, beta, self.cu_seqlens, l2norm=True)[0][None].to(self.v.dtype)
 
     def ours(self) -> torch.Tensor:
         return self.kernel.chunk_gated_delta_rule(

@@ -13,87 +13,22 @@ For decoding, "alone" is the stock step on the same batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 
+import kda_cases
+import mamba2_cases
 import torch
 import torch.nn.functional as F
+from case import CHUNK, DTYPES, LENGTHS, Case, leaf, offsets, samples
 from torch import Tensor
 from transformers.models.mamba import modeling_mamba as stock_mamba
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
-
-# Tokens of each sequence; every pack has 4,096. The first is a draw from a log-normal distribution, as texts are.
-LENGTHS = {
-    "documents": (216, 263, 480, 234, 913, 64, 326, 86, 244, 197, 196, 38, 276, 450, 113),
-    "one long": (4096,),
-    "many short": (16,) * 256,
-    "mixed": (2048,) + (16,) * 128,
-}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Largest allowed |ours - truth| / max|truth|, of outputs and of every gradient. bf16 rounds to 1/256 at the end alone.
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-CHUNK = 64
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op on one shape; ``forward_work`` and ``both_work`` count flops or bytes, as ``limit`` says.
-
-    Attributes:
-        op: name of the public function.
-        dtype: key of ``DTYPES``.
-        shape: of the layer, for people.
-        distribution: key of ``LENGTHS``, or the batch of a decoding step.
-        lengths: tokens of each sequence.
-        tensors: inputs that all functions take, in order; those that require gradients are checked and measured.
-        ours, alone, stock_pack: see the module; the last may be None. Each returns a tensor, or the pair of output and
-            new state.
-        exact: dtype in which ``alone`` gives the truth: fp64, or fp32 where the stock function computes in that only.
-        limit: ``fp32``, ``bf16`` (flops) or ``copy`` (bytes).
-        forward_work: flops or bytes of the forward.
-        both_work: of forward and backward; 0 where there is no backward to measure.
-    """
-
-    op: str
-    dtype: str
-    shape: str
-    distribution: str
-    lengths: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
-    ours: Callable[..., object]
-    alone: Callable[..., object]
-    stock_pack: Callable[..., object] | None
-    exact: torch.dtype
-    limit: str
-    forward_work: float
-    both_work: float
-
-    @property
-    def directions(self) -> tuple[str, ...]:
-        return ("forward", "forward+backward") if self.both_work else ("forward",)
-
-
-def _cu_seqlens(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-
-
-def _samples(tensors: tuple[Tensor, ...], lengths: tuple[int, ...], dim: int) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors of each sequence, cut along ``dim``.
-
-    By ``split``, whose backward joins the gradients once; the backward of a slice fills a tensor as long as the pack,
-    which would make the peers several times slower on many short sequences.
-    """
-    return zip(*(tensor.split(lengths, dim) for tensor in tensors))
-
-
-def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype).requires_grad_()
 
 
 def attention(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) -> Case:
     """Causal attention, 8 query and 2 key heads; q ``[T, 8, K]``, k, v ``[T, 2, K]``."""
     heads, kv_heads, lengths = 8, 2, LENGTHS[distribution]
-    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), offsets(lengths)
     sizes = ((tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, head_dim))
     labels = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = (labels[:, None] == labels[None, :]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
@@ -106,7 +41,7 @@ def attention(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) 
         return kernel.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), causal=True)
 
     def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([sdpa(*part, is_causal=True) for part in _samples((q, k, v), lengths, 0)])
+        return torch.cat([sdpa(*part, is_causal=True) for part in samples((q, k, v), lengths, 0)])
 
     # Two matmuls over the causal half, 2 flops each; the backward has five.
     flops = sum(4 * length * (length + 1) / 2 * head_dim * heads for length in lengths)
@@ -116,7 +51,7 @@ def attention(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) 
         shape=f"{heads}/{kv_heads} heads x {head_dim}",
         distribution=distribution,
         lengths=lengths,
-        tensors=tuple(_leaf(torch.randn(size), DTYPES[dtype]) for size in sizes),
+        tensors=tuple(leaf(torch.randn(size), DTYPES[dtype]) for size in sizes),
         ours=ours,
         alone=alone,
         stock_pack=lambda q, k, v: sdpa(q, k, v, attn_mask=mask),
@@ -130,13 +65,13 @@ def attention(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) 
 def delta_rule(kernel: ModuleType, dtype: str, head_dim: int, distribution: str) -> Case:
     """Gated delta rule, 4 key and 8 value heads, normalised inside; q, k ``[1, T, 4, K]``, v ``[1, T, 8, K]``."""
     heads, value_heads, lengths = 4, 8, LENGTHS[distribution]
-    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), offsets(lengths)
     element = DTYPES[dtype]
-    q, k = (_leaf(torch.randn(1, tokens, heads, head_dim), element) for _ in range(2))
-    v = _leaf(torch.randn(1, tokens, value_heads, head_dim), element)
+    q, k = (leaf(torch.randn(1, tokens, heads, head_dim), element) for _ in range(2))
+    v = leaf(torch.randn(1, tokens, value_heads, head_dim), element)
     # transformers keeps the decay in fp32 whatever the model's dtype.
-    g = _leaf(-torch.rand(1, tokens, value_heads), torch.float32)
-    beta = _leaf(torch.rand(1, tokens, value_heads), element)
+    g = leaf(-torch.rand(1, tokens, value_heads), torch.float32)
+    beta = leaf(torch.rand(1, tokens, value_heads), element)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return kernel.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)[0]
@@ -144,7 +79,7 @@ def delta_rule(kernel: ModuleType, dtype: str, head_dim: int, distribution: str)
     def alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         # The stock function wants as many key heads as value heads; the models repeat them as here.
         tensors = (*(tensor.repeat_interleave(value_heads // heads, 2) for tensor in (q, k)), v, g, beta)
-        parts = _samples(tensors, lengths, 1)
+        parts = samples(tensors, lengths, 1)
         return torch.cat(
             [stock.torch_chunk_gated_delta_rule(*part, use_qk_l2norm_in_kernel=True)[0] for part in parts], 1
         )
@@ -172,19 +107,19 @@ def delta_rule(kernel: ModuleType, dtype: str, head_dim: int, distribution: str)
 def convolution(kernel: ModuleType, dtype: str, layout: str, distribution: str) -> Case:
     """Causal convolution with silu, 2,048 channels of width 4, x ``[1, D, T]`` in one of two memory orders."""
     channels, width, lengths = 2048, 4, LENGTHS[distribution]
-    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), offsets(lengths)
     element = DTYPES[dtype]
     if layout == "channel-last":
         x = torch.randn(1, tokens, channels).to(element).transpose(1, 2).requires_grad_()
     else:
-        x = _leaf(torch.randn(1, channels, tokens), element)
-    weight = _leaf(torch.randn(channels, width), element)
+        x = leaf(torch.randn(1, channels, tokens), element)
+    weight = leaf(torch.randn(channels, width), element)
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return kernel.causal_conv1d_fn(x, weight, activation="silu", cu_seqlens=cu_seqlens)
 
     def alone(x: Tensor, weight: Tensor) -> Tensor:
-        parts = _samples((x,), lengths, 2)
+        parts = samples((x,), lengths, 2)
         return torch.cat([stock.causal_conv1d_fn(part, weight, None, activation="silu") for (part,) in parts], 2)
 
     size = channels * tokens * element.itemsize
@@ -213,14 +148,14 @@ def selective_scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
     states of a sequence for each of its tokens.
     """
     channels, states, lengths = 1024, 16, tuple(max(4, length // 16) for length in LENGTHS[distribution])
-    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), offsets(lengths)
     element = DTYPES[dtype]
-    u, z = (_leaf(torch.randn(1, tokens, channels).transpose(1, 2), element) for _ in range(2))
-    delta = _leaf(torch.randn(1, channels, tokens) / 2 - 3, element)
-    B, C = (_leaf(torch.randn(1, tokens, states).transpose(1, 2), element) for _ in range(2))
+    u, z = (leaf(torch.randn(1, tokens, channels).transpose(1, 2), element) for _ in range(2))
+    delta = leaf(torch.randn(1, channels, tokens) / 2 - 3, element)
+    B, C = (leaf(torch.randn(1, tokens, states).transpose(1, 2), element) for _ in range(2))
     # transformers hands the parameters over in fp32 whatever the model's dtype.
-    A = _leaf(-torch.arange(1.0, states + 1).repeat(channels, 1), torch.float32)
-    D, bias = _leaf(torch.ones(channels), torch.float32), _leaf(torch.randn(channels) / 10, torch.float32)
+    A = leaf(-torch.arange(1.0, states + 1).repeat(channels, 1), torch.float32)
+    D, bias = leaf(torch.ones(channels), torch.float32), leaf(torch.randn(channels) / 10, torch.float32)
 
     def ours(u: Tensor, delta: Tensor, z: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, bias: Tensor) -> Tensor:
         return kernel.selective_scan_fn(u, delta, A, B, C, D, z, bias, delta_softplus=True, cu_seqlens=cu_seqlens)
@@ -229,7 +164,7 @@ def selective_scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
         A, D, bias = tensors[5:]
         parts = [
             stock_mamba.mamba_selective_scan(u, delta, A, B, C, D, z, bias, delta_softplus=True)
-            for u, delta, z, B, C in _samples(tensors[:5], lengths, 2)
+            for u, delta, z, B, C in samples(tensors[:5], lengths, 2)
         ]
         return torch.cat(parts, 2)
 
@@ -324,9 +259,6 @@ def plan(quick: bool, ops: list[str] | None) -> list[tuple[str, Callable[[Module
 
 
 def _all_cases(distributions: list[str], quick: bool) -> Iterator[tuple[str, Callable[[ModuleType], Case]]]:
-    import kda_cases  # these build on this module
-    import mamba2_cases
-
     for distribution in distributions:
         for head_dim in (64, 128) if distribution == "documents" and not quick else (64,):
             for dtype in DTYPES:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from cases import CHUNK, DTYPES, LENGTHS, Case, _cu_seqlens, _leaf, _samples
+from case import CHUNK, DTYPES, LENGTHS, Case, leaf, offsets, samples
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as stock
 
@@ -17,17 +17,17 @@ def scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
     Lengths are an eighth of the others', because the stock function takes seconds.
     """
     heads, head_dim, lengths = 4, 128, tuple(max(4, length // 8) for length in LENGTHS[distribution])
-    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
+    tokens, cu_seqlens = sum(lengths), offsets(lengths)
     element = DTYPES[dtype]
-    q, k, v = (_leaf(torch.randn(1, tokens, heads, head_dim), element) for _ in range(3))
-    g = _leaf(-torch.rand(1, tokens, heads, head_dim), torch.float32)
-    beta = _leaf(torch.rand(1, tokens, heads), element)
+    q, k, v = (leaf(torch.randn(1, tokens, heads, head_dim), element) for _ in range(3))
+    g = leaf(-torch.rand(1, tokens, heads, head_dim), torch.float32)
+    beta = leaf(torch.rand(1, tokens, heads), element)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         return kernel.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)[0]
 
     def alone(*tensors: Tensor) -> Tensor:
-        parts = _samples(tensors, lengths, 1)
+        parts = samples(tensors, lengths, 1)
         options = dict(use_qk_l2norm_in_kernel=True)
         return torch.cat([stock.chunk_kimi_delta_attention(*part, **options)[0] for part in parts], 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from cases import CHUNK, DTYPES, LENGTHS, Case, _cu_seqlens, _leaf, _samples
+from case import CHUNK, DTYPES, LENGTHS, Case, leaf, offsets, samples
 from torch import Tensor
 from transformers.models.mamba2 import modeling_mamba2 as stock
 
@@ -16,12 +16,12 @@ SHAPE = f"{HEADS} heads x {HEAD_DIM}, state {STATE_DIM}"
 def scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
     """x ``[1, T, 16, 64]``, one group, B, C ``[1, T, 1, 128]``; A, D and dt_bias fp32 as transformers keeps A."""
     lengths, element = LENGTHS[distribution], DTYPES[dtype]
-    tokens, cu_seqlens = sum(lengths), _cu_seqlens(lengths)
-    x = _leaf(torch.randn(1, tokens, HEADS, HEAD_DIM), element)
-    dt = _leaf(torch.randn(1, tokens, HEADS), element)
-    B, C = (_leaf(torch.randn(1, tokens, 1, STATE_DIM) / STATE_DIM**0.25, element) for _ in range(2))
-    A = _leaf(-torch.rand(HEADS) - 0.1, torch.float32)
-    D, dt_bias = (_leaf(torch.randn(HEADS), torch.float32) for _ in range(2))
+    tokens, cu_seqlens = sum(lengths), offsets(lengths)
+    x = leaf(torch.randn(1, tokens, HEADS, HEAD_DIM), element)
+    dt = leaf(torch.randn(1, tokens, HEADS), element)
+    B, C = (leaf(torch.randn(1, tokens, 1, STATE_DIM) / STATE_DIM**0.25, element) for _ in range(2))
+    A = leaf(-torch.rand(HEADS) - 0.1, torch.float32)
+    D, dt_bias = (leaf(torch.randn(HEADS), torch.float32) for _ in range(2))
 
     def ours(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor) -> Tensor:
         return kernel.mamba_chunk_scan_combined(
@@ -34,7 +34,7 @@ def scan(kernel: ModuleType, dtype: str, distribution: str) -> Case:
                 x, dt, A, B, C, chunk_size=256, D=D, dt_bias=dt_bias, dt_softplus=True
             )
 
-        return torch.cat([one(*part) for part in _samples((x, dt, B, C), lengths, 1)], 1)
+        return torch.cat([one(*part) for part in samples((x, dt, B, C), lengths, 1)], 1)
 
     # A token and head: two products with the P x S state, its row of M x, and its share of C B^T (their lower halves).
     # Each product has two in the backward.

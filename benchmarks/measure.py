@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cases import TOLERANCE, Case
+from case import TOLERANCE, Case
 from quiet import Machine
 from torch import Tensor
 

@@ -21,7 +21,8 @@ os.environ["PACKFREE_HOOKS"] = "0"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
-from cases import OPS, Case, plan
+from case import Case
+from cases import OPS, plan
 from kernels import get_local_kernel
 from measure import WrongResult, check, cpu_name, machine_limits, time_case
 from quiet import Machine

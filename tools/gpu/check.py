@@ -17,12 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import correctness
-import speed
 import torch
-import variant as variants
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # tests/ and benchmarks/ are used here
+
+import correctness  # noqa: E402
+import speed  # noqa: E402
+import variant as variants  # noqa: E402
+
 # Processes at a time: each compiles its kernels on a core while others compute.
 MOST_PROCESSES = 14
 SPEED_SHARE = 0.3  # of the whole time, for the speed
@@ -142,7 +145,6 @@ def wrong(report: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     options = parse()
-    sys.path.insert(0, str(ROOT))
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"gpu_check: torch {torch.__version__} sees no CUDA device; nothing was run", file=sys.stderr)
         return 2

@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-# A draw from a log-normal distribution, as texts are; four times.
-LENGTHS = (216, 263, 480, 234, 913, 64, 326, 86, 244, 197, 196, 38, 276, 450, 113) * 4
+from benchmarks.case import LENGTHS as DISTRIBUTIONS
+from benchmarks.case import Work
+
+LENGTHS = DISTRIBUTIONS["documents"] * 4
 TOKENS = sum(LENGTHS)
 ROUNDS = 25
 # Largest share of the largest value by which ours and a peer may differ in bf16, both being rounded.
 AGREEMENT = 5e-2
 
 
-@dataclass
-class Case:
-    """One op: ours and its peers take ``tensors`` and give a tensor; work in flops or bytes, as ``limit`` says."""
+@dataclass(frozen=True)
+class Case(Work):
+    """In bf16; ``ours`` and each of ``peers`` give a tensor."""
 
-    op: str
-    shape: str
-    tensors: tuple[Tensor, ...]
-    ours: Callable[..., Tensor]
-    limit: str
-    forward_work: float
-    both_work: float
     peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
@@ -81,11 +76,11 @@ def attention(kernel: ModuleType) -> Case:
 def attention_triton(kernel: ModuleType) -> Case:
     """The same by this package's own kernel, which ``deterministic=True`` asks for."""
     case, cu, longest = attention(kernel), _cu_seqlens(), max(LENGTHS)
-    case.op += " deterministic"
-    case.ours = lambda q, k, v: kernel.flash_attn_varlen_func(
-        q, k, v, cu, cu, longest, longest, causal=True, deterministic=True
-    )
-    return case
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True, deterministic=True)
+
+    return replace(case, op=f"{case.op} deterministic", ours=ours)
 
 
 def _delta_tensors(heads: int, dim: int, decays: tuple[int, ...]) -> tuple[Tensor, ...]:
