@@ -141,34 +141,34 @@ inline bool ExchangeQueryGradient(const KeySpan& ranges, int64_t range, int64_t 
 
 // dout by rows and transposed, and with it delta if it is wanted.
 template <class Elem, class Acc>
-inline void LoadOutputGradient(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
+inline void LoadOutputGradient(const AttentionBackwardArgs& args, const KeyItem& item, const QueryTile<Acc>& tile,
                                const AttentionBackwardTiles<Acc>& on, Acc* delta) {
   using Products = BackwardProducts<Elem, Acc>;
-  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
-  Products::LoadQueries(tile, args.dout, bos, group, unit.kv_head, args.V, Acc(1), on.copy, on.dout_rows, on.doutt);
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(item.sequence);
+  Products::LoadQueries(tile, args.dout, bos, group, item.kv_head, args.V, Acc(1), on.copy, on.dout_rows, on.doutt);
   if (delta == nullptr) return;
-  Products::Delta(tile, args.out, bos, group, unit.kv_head, args.V, on.doutt, on.copy, on.scores, delta);
+  Products::Delta(tile, args.out, bos, group, item.kv_head, args.V, on.doutt, on.copy, on.scores, delta);
   if (args.dlse == nullptr) return;
   for (int64_t c = 0; c < tile.columns; ++c) {
-    delta[c] -= static_cast<const Acc*>(args.dlse)[LseIndex(args, bos, unit.kv_head, tile, c)];
+    delta[c] -= static_cast<const Acc*>(args.dlse)[LseIndex(args, bos, item.kv_head, tile, c)];
   }
 }
 
 // What a query tile needs for its gradients: q and dout by rows and transposed, lse in units of log2, and delta, which
 // is copied from `delta` unless that is null.
 template <class Elem, class Acc>
-inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const QueryTile<Acc>& tile,
+inline void LoadGradientTile(const AttentionBackwardArgs& args, const KeyItem& item, const QueryTile<Acc>& tile,
                              Acc sign, const Acc* delta, const AttentionBackwardTiles<Acc>& on) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
-  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
-  LoadOutputGradient<Elem>(args, unit, tile, on, delta == nullptr ? on.delta : nullptr);
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(item.sequence);
+  LoadOutputGradient<Elem>(args, item, tile, on, delta == nullptr ? on.delta : nullptr);
   if (delta != nullptr) __builtin_memcpy(on.delta, delta, kTileColumns * sizeof(Acc));
-  BackwardProducts<Elem, Acc>::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, on.copy, on.q_rows,
+  BackwardProducts<Elem, Acc>::LoadQueries(tile, args.q, bos, group, item.kv_head, args.K, sign, on.copy, on.q_rows,
                                            on.qt);
   for (int64_t c = 0; c < kTileColumns; ++c) {
     // Columns past the tile's end get probability 0.
     on.lse[c] = c < tile.columns
-                    ? static_cast<const Acc*>(args.lse)[LseIndex(args, bos, unit.kv_head, tile, c)] * kLog2e
+                    ? static_cast<const Acc*>(args.lse)[LseIndex(args, bos, item.kv_head, tile, c)] * kLog2e
                     : static_cast<Acc>(__builtin_inf());
   }
 }
@@ -178,7 +178,7 @@ template <class Elem>
 struct NextTile {
   static constexpr int64_t kShare = 8;
   const AttentionBackwardArgs& args;
-  const KeyUnit& unit;
+  const KeyItem& item;
   int64_t first;        // row of column 0
   int64_t done, rows;   // rows that were fetched, of how many
   const char* partial;  // its sum of dq so far, null if there is none
@@ -188,11 +188,11 @@ struct NextTile {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
   }
   void Step() {
-    const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
+    const int64_t group = args.H / args.HK, bos = args.queries.bos(item.sequence);
     for (const int64_t end = done + kShare < rows ? done + kShare : rows; done < end; ++done) {
       const int64_t m = first + done;
-      Fetch(TileRow<Elem>(args.dout, bos, group, unit.kv_head, m), args.V * sizeof(Elem));
-      Fetch(TileRow<Elem>(args.q, bos, group, unit.kv_head, m), args.K * sizeof(Elem));
+      Fetch(TileRow<Elem>(args.dout, bos, group, item.kv_head, m), args.V * sizeof(Elem));
+      Fetch(TileRow<Elem>(args.q, bos, group, item.kv_head, m), args.K * sizeof(Elem));
       if (partial != nullptr) Fetch(partial + done * partial_row, partial_row);
     }
   }
@@ -263,57 +263,57 @@ void AddTileGradients(const AttentionArgs& args, const QueryTile<Acc>& tile, con
   AddBlock<Products>(args, on, here, from - range_begin, NoWork());
 }
 
-// Fills exchange.delta for tile `unit.range` of a sequence with several ranges.
+// Fills exchange.delta for tile `item.range` of a sequence with several ranges.
 template <class Elem, class Acc>
-void DeltaUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange, void* scratch) {
+void DeltaItem(const AttentionBackwardArgs& args, const KeyItem& item, const RangeExchange& exchange, void* scratch) {
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const AttentionBackwardTiles<Acc> on(args, pieces);
   QueryTile<Acc> tile;
-  DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.range, on.columns, &tile);
+  DescribeTile<Acc>(args, item.sequence, item.kv_head, item.range, on.columns, &tile);
   BackwardProducts<Elem, Acc>::Open();
-  LoadOutputGradient<Elem>(args, unit, tile, on,
-                           static_cast<Acc*>(exchange.delta) + (unit.first_state + unit.range) * kTileColumns);
+  LoadOutputGradient<Elem>(args, item, tile, on,
+                           static_cast<Acc*>(exchange.delta) + (item.first_state + item.range) * kTileColumns);
   BackwardProducts<Elem, Acc>::Close();
 }
 
-// Keys and values of the unit's range, from token `begin` of the pack on, and no gradient of them yet.
+// Keys and values of the item's range, from token `begin` of the pack on, and no gradient of them yet.
 template <class Elem, class Acc>
-inline void LoadKeyRange(const AttentionBackwardArgs& args, const KeyUnit& unit, int64_t begin, int64_t count,
+inline void LoadKeyRange(const AttentionBackwardArgs& args, const KeyItem& item, int64_t begin, int64_t count,
                          const AttentionBackwardTiles<Acc>& on) {
   using Products = BackwardProducts<Elem, Acc>;
-  Products::LoadKeys(count, args.K, KeyRow<Elem>(args.k, begin, unit.kv_head), args.k.token_stride, on.keys,
+  Products::LoadKeys(count, args.K, KeyRow<Elem>(args.k, begin, item.kv_head), args.k.token_stride, on.keys,
                      on.range_size, on.scores);
-  Products::LoadValues(count, args.V, KeyRow<Elem>(args.v, begin, unit.kv_head), args.v.token_stride, on.values,
+  Products::LoadValues(count, args.V, KeyRow<Elem>(args.v, begin, item.kv_head), args.v.token_stride, on.values,
                        on.range_size);
   ClearTile(count, args.K, on.dkeys, PaddedDim(args.K));
   ClearTile(count, args.V, on.dvalues, PaddedDim(args.V));
 }
 
 template <class Elem, class Acc>
-inline void StoreKeyRange(const AttentionBackwardArgs& args, const KeyUnit& unit, int64_t begin, int64_t count,
+inline void StoreKeyRange(const AttentionBackwardArgs& args, const KeyItem& item, int64_t begin, int64_t count,
                           const AttentionBackwardTiles<Acc>& on) {
-  const int64_t row = begin * args.HK + unit.kv_head;
+  const int64_t row = begin * args.HK + item.kv_head;
   StoreTile(count, args.K, on.dkeys, PaddedDim(args.K), static_cast<Elem*>(args.dk) + row * args.K, args.HK * args.K,
             static_cast<Acc>(args.softmax_scale));
   StoreTile(count, args.V, on.dvalues, PaddedDim(args.V), static_cast<Elem*>(args.dv) + row * args.V, args.HK * args.V);
 }
 
-// The gradients between one query tile and the unit's range of keys, `range`: those of the keys are summed, that of the
+// The gradients between one query tile and the item's range of keys, `range`: those of the keys are summed, that of the
 // queries is left in on.dqt. `state` counts the tile among those of sequences with several ranges, or is negative.
 template <class Elem, class Acc>
-inline void VisitQueryTile(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange,
+inline void VisitQueryTile(const AttentionBackwardArgs& args, const KeyItem& item, const RangeExchange& exchange,
                            const QueryTile<Acc>& tile, const ScoreScale<Acc>& scale, const KeySpan& range,
                            int64_t state, const AttentionBackwardTiles<Acc>& on) {
   using Products = BackwardProducts<Elem, Acc>;
   const int64_t row_bytes = args.K * static_cast<int64_t>(sizeof(Acc)), tile_bytes = row_bytes * kTileColumns;
   const Acc* delta = state < 0 ? nullptr : static_cast<const Acc*>(exchange.delta) + state * kTileColumns;
-  LoadGradientTile<Elem>(args, unit, tile, scale.sign, delta, on);
+  LoadGradientTile<Elem>(args, item, tile, scale.sign, delta, on);
   const int64_t next_first = tile.first + kTileColumns;
-  const int64_t left = args.queries.length(unit.sequence) * (args.H / args.HK) - next_first;
-  const bool next_has_partial = state >= 0 && unit.range > 0;
+  const int64_t left = args.queries.length(item.sequence) * (args.H / args.HK) - next_first;
+  const bool next_has_partial = state >= 0 && item.range > 0;
   NextTile<Elem> next{
       args,
-      unit,
+      item,
       next_first,
       0,
       left < kTileColumns ? left : kTileColumns,
@@ -329,46 +329,46 @@ inline void VisitQueryTile(const AttentionBackwardArgs& args, const KeyUnit& uni
 }
 
 template <class Elem, class Acc>
-void BackwardUnit(const AttentionBackwardArgs& args, const KeyUnit& unit, const RangeExchange& exchange,
+void BackwardItem(const AttentionBackwardArgs& args, const KeyItem& item, const RangeExchange& exchange,
                   void* scratch) {
   using Products = BackwardProducts<Elem, Acc>;
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const AttentionBackwardTiles<Acc> on(args, pieces);
-  const int64_t group = args.H / args.HK, size = on.range_size, length = args.keys.length(unit.sequence);
-  const KeySpan range{unit.range * size, unit.range * size + size < length ? unit.range * size + size : length};
-  const int64_t first_key = args.keys.bos(unit.sequence) + range.begin, count = range.end - range.begin;
+  const int64_t group = args.H / args.HK, size = on.range_size, length = args.keys.length(item.sequence);
+  const KeySpan range{item.range * size, item.range * size + size < length ? item.range * size + size : length};
+  const int64_t first_key = args.keys.bos(item.sequence) + range.begin, count = range.end - range.begin;
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
 
   Products::Open();
-  LoadKeyRange<Elem>(args, unit, first_key, count, on);
-  const int64_t tile_count = TileCount(args, unit.sequence);
+  LoadKeyRange<Elem>(args, item, first_key, count, on);
+  const int64_t tile_count = TileCount(args, item.sequence);
   for (int64_t t = 0; t < tile_count; ++t) {
     QueryTile<Acc> tile;
-    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, t, on.columns, &tile);
+    DescribeTile<Acc>(args, item.sequence, item.kv_head, t, on.columns, &tile);
     const KeySpan ranges = TileRanges(tile, size);
     // Range 0 also answers for tiles that see no key at all: their dq is 0.
-    const bool unseen = ranges.begin == ranges.end && unit.range == 0;
-    if (!unseen && (unit.range < ranges.begin || unit.range >= ranges.end)) continue;
+    const bool unseen = ranges.begin == ranges.end && item.range == 0;
+    if (!unseen && (item.range < ranges.begin || item.range >= ranges.end)) continue;
     ClearTile(args.K, kTileColumns, on.dqt, kTileColumns);
-    const int64_t state = unit.first_state < 0 ? -1 : unit.first_state + t;
-    if (!unseen) VisitQueryTile<Elem>(args, unit, exchange, tile, scale, range, state, on);
+    const int64_t state = item.first_state < 0 ? -1 : item.first_state + t;
+    if (!unseen) VisitQueryTile<Elem>(args, item, exchange, tile, scale, range, state, on);
     bool whole = true;
     if (state >= 0 && !unseen) {
       const int64_t elements = args.K * kTileColumns;
-      whole = ExchangeQueryGradient<Acc>(ranges, unit.range, elements, exchange.arrived + state,
+      whole = ExchangeQueryGradient<Acc>(ranges, item.range, elements, exchange.arrived + state,
                                          static_cast<Acc*>(exchange.partial) + state * elements, on.dqt);
     }
     if (!whole) continue;
-    StoreQueryColumns<Elem>(tile, on.dqt, static_cast<Acc>(args.softmax_scale), args.queries.bos(unit.sequence), group,
-                            unit.kv_head, args.H, args.K, static_cast<Elem*>(args.dq), on.q_rows);
+    StoreQueryColumns<Elem>(tile, on.dqt, static_cast<Acc>(args.softmax_scale), args.queries.bos(item.sequence), group,
+                            item.kv_head, args.H, args.K, static_cast<Elem*>(args.dq), on.q_rows);
   }
   Products::Close();
-  StoreKeyRange<Elem>(args, unit, first_key, count, on);
+  StoreKeyRange<Elem>(args, item, first_key, count, on);
 }
 
 // One sequence's part of ds_aux[head]: -sum over its queries, in order, of P_sink delta.
 template <class Elem, class Acc>
-void SinkGradientUnit(const AttentionBackwardArgs& args, int64_t sequence, int64_t head, void* target) {
+void SinkGradientItem(const AttentionBackwardArgs& args, int64_t sequence, int64_t head, void* target) {
   const Acc sink = static_cast<const Acc*>(args.s_aux)[head];
   double sum = 0;
   for (int64_t t = args.queries.bos(sequence); t < args.queries.eos(sequence); ++t) {

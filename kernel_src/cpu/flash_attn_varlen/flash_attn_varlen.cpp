@@ -10,9 +10,9 @@
 namespace packfree {
 // The kernels of one tier and dtype.
 struct AttentionKernels {
-  void (*forward)(const AttentionForwardArgs&, const QueryUnit&, void* scratch);
-  void (*delta)(const AttentionBackwardArgs&, const KeyUnit&, const RangeExchange&, void* scratch);
-  void (*backward)(const AttentionBackwardArgs&, const KeyUnit&, const RangeExchange&, void* scratch);
+  void (*forward)(const AttentionForwardArgs&, const QueryItem&, void* scratch);
+  void (*delta)(const AttentionBackwardArgs&, const KeyItem&, const RangeExchange&, void* scratch);
+  void (*backward)(const AttentionBackwardArgs&, const KeyItem&, const RangeExchange&, void* scratch);
   void (*sink_gradient)(const AttentionBackwardArgs&, int64_t sequence, int64_t head, void* target);
 };
 }  // namespace packfree
@@ -54,13 +54,13 @@ int64_t VisiblePairs(const AttentionArgs& args, int64_t sequence, int64_t query_
   return (query_end - query_begin) * (first.end - first.begin + last.end - last.begin + 2 * kKeyBlock);
 }
 
-std::vector<QueryUnit> QueryUnits(const AttentionArgs& args) {
+std::vector<QueryItem> QueryItems(const AttentionArgs& args) {
   struct Sized {
-    QueryUnit unit;
+    QueryItem item;
     int64_t cost;
   };
   std::vector<Sized> sized;
-  const int64_t step = TilesPerUnit(args), group = args.H / args.HK;
+  const int64_t step = TilesPerItem(args), group = args.H / args.HK;
   for (int64_t n = 0; n < args.queries.num_sequences; ++n) {
     const int64_t tiles = TileCount(args, n);
     for (int64_t begin = 0; begin < tiles; begin += step) {
@@ -71,26 +71,26 @@ std::vector<QueryUnit> QueryUnits(const AttentionArgs& args) {
     }
   }
   std::stable_sort(sized.begin(), sized.end(), [](const Sized& a, const Sized& b) { return a.cost > b.cost; });
-  std::vector<QueryUnit> units;
-  units.reserve(sized.size());
-  for (const Sized& item : sized) units.push_back(item.unit);
-  return units;
+  std::vector<QueryItem> items;
+  items.reserve(sized.size());
+  for (const Sized& one : sized) items.push_back(one.item);
+  return items;
 }
 
-// The tiles of the sequences with several ranges, as DeltaUnit takes them.
-std::vector<KeyUnit> DeltaUnits(const AttentionArgs& args, const std::vector<KeyUnit>& units) {
-  std::vector<KeyUnit> tiles;
-  for (const KeyUnit& unit : units) {
-    if (unit.range > 0 || unit.first_state < 0) continue;
-    const int64_t count = TileCount(args, unit.sequence);
-    for (int64_t t = 0; t < count; ++t) tiles.push_back({unit.sequence, unit.kv_head, t, unit.first_state});
+// The tiles of the sequences with several ranges, as DeltaItem takes them.
+std::vector<KeyItem> DeltaItems(const AttentionArgs& args, const std::vector<KeyItem>& items) {
+  std::vector<KeyItem> tiles;
+  for (const KeyItem& item : items) {
+    if (item.range > 0 || item.first_state < 0) continue;
+    const int64_t count = TileCount(args, item.sequence);
+    for (int64_t t = 0; t < count; ++t) tiles.push_back({item.sequence, item.kv_head, t, item.first_state});
   }
   return tiles;
 }
 
-// Longest sequences first; inside one, ranges in rising order with the heads side by side, so that a unit rarely waits
+// Longest sequences first; inside one, ranges in rising order with the heads side by side, so that an item rarely waits
 // for the range before its own and never for one that has not been handed out.
-std::vector<KeyUnit> KeyUnits(const AttentionArgs& args, int64_t* states) {
+std::vector<KeyItem> KeyItems(const AttentionArgs& args, int64_t* states) {
   std::vector<int64_t> order;
   for (int64_t n = 0; n < args.keys.num_sequences; ++n) {
     if (args.queries.length(n) > 0 || args.keys.length(n) > 0) order.push_back(n);
@@ -98,19 +98,19 @@ std::vector<KeyUnit> KeyUnits(const AttentionArgs& args, int64_t* states) {
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return args.queries.length(a) * args.keys.length(a) > args.queries.length(b) * args.keys.length(b);
   });
-  std::vector<KeyUnit> units;
+  std::vector<KeyItem> items;
   *states = 0;
   for (const int64_t n : order) {
     const int64_t ranges = std::max<int64_t>(1, CeilDiv(args.keys.length(n), KeyRange(args)));
     const int64_t tiles = TileCount(args, n);
     for (int64_t range = 0; range < ranges; ++range) {
       for (int64_t head = 0; head < args.HK; ++head) {
-        units.push_back({n, head, range, ranges > 1 ? *states + head * tiles : -1});
+        items.push_back({n, head, range, ranges > 1 ? *states + head * tiles : -1});
       }
     }
     if (ranges > 1) *states += args.HK * tiles;
   }
-  return units;
+  return items;
 }
 
 // ds_aux: one partial per (sequence, head), then their sum in order of the sequences.
@@ -122,9 +122,9 @@ void SinkGradient(Tier tier, const AttentionBackwardArgs& args) {
   }
   const int64_t count = static_cast<int64_t>(sequences.size());
   std::vector<Acc> partial(static_cast<size_t>(count * args.H));
-  ParallelForEach(count * args.H, [&](int64_t item) {
-    const int64_t n = sequences[static_cast<size_t>(item / args.H)];
-    KernelsOf(tier, args, n).sink_gradient(args, n, item % args.H, &partial[static_cast<size_t>(item)]);
+  ParallelForEach(count * args.H, [&](int64_t i) {
+    const int64_t n = sequences[static_cast<size_t>(i / args.H)];
+    KernelsOf(tier, args, n).sink_gradient(args, n, i % args.H, &partial[static_cast<size_t>(i)]);
   });
   SumParts(partial.data(), count, args.H, 1, args.H, static_cast<Acc*>(args.ds_aux));
 }
@@ -134,11 +134,11 @@ void SinkGradient(Tier tier, const AttentionBackwardArgs& args) {
 void FlashAttnVarlenForwardCpu(Tier tier, const AttentionForwardArgs& args) {
   ClearPadding(args.queries, args.out, args.H * args.V * ElementBytes(args.dtype));
   if (args.lse != nullptr) ClearPaddingOfHeads(args.queries, args.H, args.lse, AccBytes(args.dtype));
-  const std::vector<QueryUnit> units = QueryUnits(args);
+  const std::vector<QueryItem> items = QueryItems(args);
   ScratchPool pool(ScratchBytes<AttentionForwardTiles>(args.dtype, args));
-  ParallelForEach(static_cast<int64_t>(units.size()), [&](int64_t item) {
+  ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t i) {
     const ScratchPool::Lease scratch(&pool);
-    KernelsOf(tier, args, units[item].sequence).forward(args, units[item], scratch.get());
+    KernelsOf(tier, args, items[i].sequence).forward(args, items[i], scratch.get());
   });
 }
 
@@ -148,19 +148,19 @@ void FlashAttnVarlenBackwardCpu(Tier tier, const AttentionBackwardArgs& args) {
   ClearPadding(args.keys, args.dk, args.HK * args.K * bytes);
   ClearPadding(args.keys, args.dv, args.HK * args.V * bytes);
   int64_t states = 0;
-  const std::vector<KeyUnit> units = KeyUnits(args, &states);
-  const std::vector<KeyUnit> tiles = DeltaUnits(args, units);
+  const std::vector<KeyItem> items = KeyItems(args, &states);
+  const std::vector<KeyItem> tiles = DeltaItems(args, items);
   const Buffer partial(states * args.K * kTileColumns * acc_bytes), delta(states * kTileColumns * acc_bytes);
   std::vector<int32_t> arrived(static_cast<size_t>(states), 0);
   const RangeExchange exchange{arrived.data(), partial.get(), delta.get()};
   ScratchPool pool(ScratchBytes<AttentionBackwardTiles>(args.dtype, args));
-  ParallelForEach(static_cast<int64_t>(tiles.size()), [&](int64_t item) {
+  ParallelForEach(static_cast<int64_t>(tiles.size()), [&](int64_t i) {
     const ScratchPool::Lease scratch(&pool);
-    KernelsOf(tier, args, tiles[item].sequence).delta(args, tiles[item], exchange, scratch.get());
+    KernelsOf(tier, args, tiles[i].sequence).delta(args, tiles[i], exchange, scratch.get());
   });
-  ParallelForEach(static_cast<int64_t>(units.size()), [&](int64_t item) {
+  ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t i) {
     const ScratchPool::Lease scratch(&pool);
-    KernelsOf(tier, args, units[item].sequence).backward(args, units[item], exchange, scratch.get());
+    KernelsOf(tier, args, items[i].sequence).backward(args, items[i], exchange, scratch.get());
   });
   if (args.ds_aux == nullptr) return;
   if (args.dtype == Dtype::kFloat64) {

@@ -107,7 +107,7 @@ inline int64_t TileCount(const AttentionArgs& args, int64_t sequence) {
 
 // A forward work item: query tiles [tile_begin, tile_end) of a sequence and key/value head. They are done together so
 // that a block of keys is widened once for all of them; each tile's arithmetic is its own.
-struct QueryUnit {
+struct QueryItem {
   int64_t sequence;
   int64_t kv_head;
   int64_t tile_begin;
@@ -115,7 +115,7 @@ struct QueryUnit {
 };
 
 // A backward work item: dk and dv of one key range, and that range's part of dq of every query tile that sees it.
-struct KeyUnit {
+struct KeyItem {
   int64_t sequence;
   int64_t kv_head;
   int64_t range;        // index of the key range
@@ -123,7 +123,7 @@ struct KeyUnit {
 };
 
 // What the ranges of a sequence with several of them share, by tile. dq is summed range after range, in rising order:
-// `arrived` counts the ranges that have added their part, `partial` holds the sum so far. A unit waits for the ranges
+// `arrived` counts the ranges that have added their part, `partial` holds the sum so far. A item waits for the ranges
 // before its own, which were handed out earlier. `delta` is made before the ranges are; a sequence with one range makes
 // its own.
 struct RangeExchange {
@@ -138,7 +138,7 @@ inline int64_t KeyRange(const AttentionArgs& args) {
 }
 // Query tiles of a forward work item, at most.
 constexpr int64_t kMostTiles = 16;
-inline int64_t TilesPerUnit(const AttentionArgs& args) {
+inline int64_t TilesPerItem(const AttentionArgs& args) {
   const int64_t tiles = 4096 / (PaddedDim(args.K) + PaddedDim(args.V));
   return tiles < 2 ? 2 : tiles > kMostTiles ? kMostTiles : tiles;
 }
@@ -161,7 +161,7 @@ struct AttentionForwardTiles {
   Acc* values;                            // [kKeyBlock, value_dim]
   Acc* scores;                            // [kKeyBlock, kTileColumns]
   Acc* rows;                              // [kTileColumns, max(key_dim, value_dim)]: a tile on its way in or out
-  QueryTileMemory<Acc> tile[kMostTiles];  // of the unit, TilesPerUnit of them
+  QueryTileMemory<Acc> tile[kMostTiles];  // of the item, TilesPerItem of them
 
   AttentionForwardTiles(const AttentionArgs& args, Pieces<Acc>& pieces) {
     const int64_t key_dim = CeilDiv(args.K, 32) * 32, value_dim = CeilDiv(args.V, 32) * 32;
@@ -169,7 +169,7 @@ struct AttentionForwardTiles {
     values = pieces.Take(kKeyBlock * value_dim * 3 / 2);
     scores = pieces.Take(kKeyBlock * kTileColumns * 3 / 2);
     rows = pieces.Take(kTileColumns * (key_dim > value_dim ? key_dim : value_dim) * 3 / 2);
-    for (int64_t t = 0; t < TilesPerUnit(args); ++t) {
+    for (int64_t t = 0; t < TilesPerItem(args); ++t) {
       tile[t].qt = pieces.Take(kTileColumns * key_dim * 3 / 2);
       tile[t].ot = pieces.Take(kTileColumns * value_dim);
       tile[t].max = pieces.Take(kTileColumns);

@@ -162,22 +162,22 @@ inline void ForwardStep(const AttentionArgs& args, const QueryTile<Acc>& tile, c
   }
 }
 
-// Opens the unit's query tiles: queries transposed, no value summed yet. A sink opens the softmax of its head as a key
+// Opens the item's query tiles: queries transposed, no value summed yet. A sink opens the softmax of its head as a key
 // with value 0 would. Returns the keys that at least one of the tiles sees.
 template <class Elem, class Acc>
-inline KeySpan OpenQueryTiles(const AttentionForwardArgs& args, const QueryUnit& unit, Acc sign,
+inline KeySpan OpenQueryTiles(const AttentionForwardArgs& args, const QueryItem& item, Acc sign,
                               const AttentionForwardTiles<Acc>& memory, QueryTile<Acc>* tiles) {
   constexpr Acc kLog2e = Acc(1.44269504088896340736);
-  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
-  KeySpan some{args.keys.length(unit.sequence), 0};
-  for (int64_t t = 0; t < unit.tile_end - unit.tile_begin; ++t) {
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(item.sequence);
+  KeySpan some{args.keys.length(item.sequence), 0};
+  for (int64_t t = 0; t < item.tile_end - item.tile_begin; ++t) {
     const auto [qt, ot, max, sum, columns] = memory.tile[t];
     QueryTile<Acc>& tile = tiles[t];
-    DescribeTile<Acc>(args, unit.sequence, unit.kv_head, unit.tile_begin + t, columns, &tile);
-    ForwardProducts<Elem, Acc>::LoadQueries(tile, args.q, bos, group, unit.kv_head, args.K, sign, memory.rows, qt);
+    DescribeTile<Acc>(args, item.sequence, item.kv_head, item.tile_begin + t, columns, &tile);
+    ForwardProducts<Elem, Acc>::LoadQueries(tile, args.q, bos, group, item.kv_head, args.K, sign, memory.rows, qt);
     ClearTile(args.V, kTileColumns, ot, kTileColumns);
     for (int64_t c = 0; c < kTileColumns; ++c) {
-      const int64_t head = unit.kv_head * group + (tile.first + c) % group;
+      const int64_t head = item.kv_head * group + (tile.first + c) % group;
       max[c] = args.s_aux == nullptr ? static_cast<Acc>(-__builtin_inf())
                                      : static_cast<const Acc*>(args.s_aux)[head] * kLog2e;
       sum[c] = args.s_aux == nullptr ? Acc(0) : Acc(1);
@@ -192,12 +192,12 @@ inline KeySpan OpenQueryTiles(const AttentionForwardArgs& args, const QueryUnit&
 
 // Keys and values of the block [begin, end) of the sequence's keys.
 template <class Elem, class Acc>
-inline void LoadKeyBlock(const AttentionForwardArgs& args, const QueryUnit& unit, int64_t begin, int64_t end,
+inline void LoadKeyBlock(const AttentionForwardArgs& args, const QueryItem& item, int64_t begin, int64_t end,
                          const AttentionForwardTiles<Acc>& memory) {
   using Products = ForwardProducts<Elem, Acc>;
-  const int64_t token = args.keys.bos(unit.sequence) + begin;
-  Products::LoadKeys(end - begin, args.K, KeyRow<Elem>(args.k, token, unit.kv_head), args.k.token_stride, memory.keys);
-  Products::LoadValues(end - begin, args.V, KeyRow<Elem>(args.v, token, unit.kv_head), args.v.token_stride,
+  const int64_t token = args.keys.bos(item.sequence) + begin;
+  Products::LoadKeys(end - begin, args.K, KeyRow<Elem>(args.k, token, item.kv_head), args.k.token_stride, memory.keys);
+  Products::LoadValues(end - begin, args.V, KeyRow<Elem>(args.v, token, item.kv_head), args.v.token_stride,
                        memory.values, memory.scores);
 }
 
@@ -220,11 +220,11 @@ inline void VisitBlock(const AttentionForwardArgs& args, const QueryTile<Acc>& t
 
 // out = ot / sum, lse = max ln(2) + ln(sum). A row that saw nothing has sum 0: output 0, lse -infinity.
 template <class Elem, class Acc>
-inline void StoreQueryTile(const AttentionForwardArgs& args, const QueryUnit& unit, const QueryTile<Acc>& tile,
+inline void StoreQueryTile(const AttentionForwardArgs& args, const QueryItem& item, const QueryTile<Acc>& tile,
                            const QueryTileMemory<Acc>& of, Acc* rows) {
   constexpr Acc kLn2 = Acc(0.69314718055994530942);
   constexpr int L = kLanes<Acc>;
-  const int64_t group = args.H / args.HK, bos = args.queries.bos(unit.sequence);
+  const int64_t group = args.H / args.HK, bos = args.queries.bos(item.sequence);
   for (int64_t c = 0; c < tile.columns; c += L) {
     const Vec<Acc> denominator = Load<Acc>(of.sum + c);
     const Vec<Acc> inverse = Select(denominator == Zero<Acc>(), Zero<Acc>(), Acc(1) / denominator);
@@ -234,28 +234,28 @@ inline void StoreQueryTile(const AttentionForwardArgs& args, const QueryUnit& un
     }
     Store(of.sum + c, MulAdd(Load<Acc>(of.max + c), Set<Acc>(kLn2), Log<Acc>(denominator)));
   }
-  StoreQueryColumns<Elem>(tile, of.ot, Acc(1), bos, group, unit.kv_head, args.H, args.V, static_cast<Elem*>(args.out),
+  StoreQueryColumns<Elem>(tile, of.ot, Acc(1), bos, group, item.kv_head, args.H, args.V, static_cast<Elem*>(args.out),
                           rows);
   if (args.lse == nullptr) return;
   for (int64_t c = 0; c < tile.columns; ++c) {
-    static_cast<Acc*>(args.lse)[LseIndex(args, bos, unit.kv_head, tile, c)] = of.sum[c];
+    static_cast<Acc*>(args.lse)[LseIndex(args, bos, item.kv_head, tile, c)] = of.sum[c];
   }
 }
 
 template <class Elem, class Acc>
-void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* scratch) {
+void ForwardItem(const AttentionForwardArgs& args, const QueryItem& item, void* scratch) {
   using Products = ForwardProducts<Elem, Acc>;
   Pieces<Acc> pieces(static_cast<Acc*>(scratch));
   const AttentionForwardTiles<Acc> memory(args, pieces);
   const ScoreScale<Acc> scale = ScaleOf<Acc>(args);
-  const int64_t tile_count = unit.tile_end - unit.tile_begin;
+  const int64_t tile_count = item.tile_end - item.tile_begin;
   QueryTile<Acc> tiles[kMostTiles];
 
   Products::Open();
-  const KeySpan some = OpenQueryTiles<Elem, Acc>(args, unit, scale.sign, memory, tiles);
+  const KeySpan some = OpenQueryTiles<Elem, Acc>(args, item, scale.sign, memory, tiles);
   for (int64_t block = some.begin / Products::kBlock * Products::kBlock; block < some.end; block += Products::kBlock) {
     const int64_t end = block + Products::kBlock < some.end ? block + Products::kBlock : some.end;
-    LoadKeyBlock<Elem, Acc>(args, unit, block, end, memory);
+    LoadKeyBlock<Elem, Acc>(args, item, block, end, memory);
     for (int64_t t = 0; t < tile_count; ++t) {
       if (args.softcap > 0) {
         VisitBlock<Products, Acc, true>(args, tiles[t], scale, block, end, memory, memory.tile[t]);
@@ -266,6 +266,6 @@ void ForwardUnit(const AttentionForwardArgs& args, const QueryUnit& unit, void* 
   }
   Products::Close();
   for (int64_t t = 0; t < tile_count; ++t) {
-    StoreQueryTile<Elem>(args, unit, tiles[t], memory.tile[t], memory.rows);
+    StoreQueryTile<Elem>(args, item, tiles[t], memory.tile[t], memory.rows);
   }
 }

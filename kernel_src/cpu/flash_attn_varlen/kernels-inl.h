@@ -18,5 +18,5 @@
 
 template <class Elem, class Acc>
 constexpr AttentionKernels TierKernels() {
-  return {&ForwardUnit<Elem, Acc>, &DeltaUnit<Elem, Acc>, &BackwardUnit<Elem, Acc>, &SinkGradientUnit<Elem, Acc>};
+  return {&ForwardItem<Elem, Acc>, &DeltaItem<Elem, Acc>, &BackwardItem<Elem, Acc>, &SinkGradientItem<Elem, Acc>};
 }

@@ -1,4 +1,4 @@
-// Backward stages of the gated delta rule, as delta_rule/units-inl.h calls them. Included once per tier, after
+// Backward stages of the gated delta rule, as delta_rule/items-inl.h calls them. Included once per tier, after
 // chunk-inl.h. Gradients of tiles carry d_ before the tile's name.
 
 // Lower tiles of one value head: read = (q . k) decay, mix = (k . k) decay below the diagonal, and
@@ -43,7 +43,7 @@ inline void SplitPairGradients(const DeltaPlan& plan, int64_t c, const GatedBack
   }
 }
 
-// The whole rule, as delta_rule/units-inl.h takes it.
+// The whole rule, as delta_rule/items-inl.h takes it.
 template <class Elem, class Acc>
 struct GatedRule : GatedForwardStages<Elem, Acc> {
   // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept. The

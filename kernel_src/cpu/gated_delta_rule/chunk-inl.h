@@ -1,4 +1,4 @@
-// Stages of the gated delta rule that both directions share, as delta_rule/units-inl.h calls them. Included once per
+// Stages of the gated delta rule that both directions share, as delta_rule/items-inl.h calls them. Included once per
 // tier, after chunked/*-inl.h. Letters as in the README: c tokens of the chunk, S the state before it.
 
 // One decay for the whole state, which q and k read as it is.
@@ -13,7 +13,7 @@ struct GatedDecay {
   }
 };
 
-// What delta_rule/units-inl.h asks of a rule, but for its backward stages.
+// What delta_rule/items-inl.h asks of a rule, but for its backward stages.
 template <class Elem, class Acc>
 struct GatedForwardStages {
   using Element = Elem;

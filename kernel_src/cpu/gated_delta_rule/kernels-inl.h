@@ -10,10 +10,10 @@
 #include "cpu/delta_rule/step-inl.h"
 #include "cpu/gated_delta_rule/chunk-inl.h"
 #include "cpu/gated_delta_rule/bwd-inl.h"
-#include "cpu/delta_rule/units-inl.h"
+#include "cpu/delta_rule/items-inl.h"
 
 template <class Elem, class Acc>
 constexpr GatedDeltaRuleKernels TierKernels() {
   using Rule = GatedRule<Elem, Acc>;
-  return {&ForwardUnit<Rule>, &BackwardUnit<Rule>, &RecurrentUnit<Rule>};
+  return {&ForwardItem<Rule>, &BackwardItem<Rule>, &RecurrentItem<Rule>};
 }

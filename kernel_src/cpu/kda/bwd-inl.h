@@ -1,4 +1,4 @@
-// Backward stages of Kimi delta attention, as delta_rule/units-inl.h calls them. Included once per tier, after
+// Backward stages of Kimi delta attention, as delta_rule/items-inl.h calls them. Included once per tier, after
 // chunk-inl.h. Names of gradients carry d_ before the name of the tile they belong to. The gradient of a log-decay is
 // gathered as the sum over all decays that span its token; each span adds to its own tokens by a running sum, and
 // nothing is taken away again.
@@ -139,7 +139,7 @@ inline void PairGradients(const DeltaPlan& plan, int64_t c, const KdaBackwardTil
   }
 }
 
-// The whole rule, as delta_rule/units-inl.h takes it.
+// The whole rule, as delta_rule/items-inl.h takes it.
 template <class Elem, class Acc>
 struct KdaRule : KdaForwardStages<Elem, Acc> {
   // One chunk of one value head. `state_transposed`, null for 0, and `corrections` are what the recomputation kept. The

@@ -1,4 +1,4 @@
-// Stages of Kimi delta attention that both directions share, as delta_rule/units-inl.h calls them. Included once per
+// Stages of Kimi delta attention that both directions share, as delta_rule/items-inl.h calls them. Included once per
 // tier, after chunked/*-inl.h and gate-inl.h. Letters as in the README: c tokens of the chunk, S the state before it.
 // Every decay is a product of the decays of exactly the tokens it spans: no quotient, no difference of sums. (Products
 // inside a sub-block are as exact as exponentials of sums there, measured, and cost less.)
@@ -181,7 +181,7 @@ struct KdaDecay {
   }
 };
 
-// What delta_rule/units-inl.h asks of a rule, but for its backward stages.
+// What delta_rule/items-inl.h asks of a rule, but for its backward stages.
 template <class Elem, class Acc>
 struct KdaForwardStages {
   using Element = Elem;

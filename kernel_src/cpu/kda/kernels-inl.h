@@ -10,10 +10,10 @@
 #include "cpu/kda/gate-inl.h"
 #include "cpu/kda/chunk-inl.h"
 #include "cpu/kda/bwd-inl.h"
-#include "cpu/delta_rule/units-inl.h"
+#include "cpu/delta_rule/items-inl.h"
 
 template <class Elem, class Acc>
 constexpr KdaKernels TierKernels() {
   using Rule = KdaRule<Elem, Acc>;
-  return {{&ForwardUnit<Rule>, &BackwardUnit<Rule>, &RecurrentUnit<Rule>}, &GateParameterGradients<Acc>};
+  return {{&ForwardItem<Rule>, &BackwardItem<Rule>, &RecurrentItem<Rule>}, &GateParameterGradients<Acc>};
 }

@@ -170,7 +170,7 @@ inline void BackwardChunk(const Mamba2ScanBackward& args, const Mamba2ScanPlan& 
                             tiles.d_log_decay, 1);
 }
 
-// What the unit's summed gradients of C_i . B_j give to B and C, and where both go.
+// What the item's summed gradients of C_i . B_j give to B and C, and where both go.
 template <class Elem, class Acc>
 inline void StoreGroupGradients(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials,
                                 const Mamba2ScanPlan& plan, int64_t begin, int64_t c, int64_t group, int64_t block,
@@ -257,7 +257,7 @@ struct Mamba2BackwardPass {
 
 // `slot` counts the sequences with tokens before this one. Its entries of the partial sums are set here.
 template <class Elem, class Acc>
-inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t n, int64_t slot,
+inline void BackwardItem(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t n, int64_t slot,
                          int64_t block, void* scratch) {
   const Mamba2ScanInputs& in = args.in;
   const Mamba2ScanPlan plan(in);
@@ -298,9 +298,9 @@ inline void BackwardUnit(const Mamba2ScanBackward& args, const Mamba2ScanPartial
   }
 }
 
-// dB and dC of tokens [begin, end): the sums over a group's units, in rising order.
+// dB and dC of tokens [begin, end): the sums over a group's items, in rising order.
 template <class Elem, class Acc>
-inline void SumUnits(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t begin, int64_t end) {
+inline void SumItems(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t begin, int64_t end) {
   constexpr int L = kLanes<Acc>;
   const Mamba2ScanInputs& in = args.in;
   const Mamba2ScanPlan plan(in);

@@ -22,7 +22,7 @@ inline void StoreGated(const Mamba2ScanForward& args, const Mamba2ScanPlan& plan
 }
 
 template <class Elem, class Acc>
-inline void ForwardUnit(const Mamba2ScanForward& args, int64_t n, int64_t block, void* scratch) {
+inline void ForwardItem(const Mamba2ScanForward& args, int64_t n, int64_t block, void* scratch) {
   const Mamba2ScanInputs& in = args.in;
   const Mamba2ScanPlan plan(in);
   const HeadBlock heads(plan, block);

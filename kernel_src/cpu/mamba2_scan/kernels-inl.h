@@ -13,5 +13,5 @@
 
 template <class Elem, class Acc>
 constexpr Mamba2ScanKernels TierKernels() {
-  return {&ForwardUnit<Elem, Acc>, &BackwardUnit<Elem, Acc>, &SumUnits<Elem, Acc>, &UpdateAny<Elem, Acc>};
+  return {&ForwardItem<Elem, Acc>, &BackwardItem<Elem, Acc>, &SumItems<Elem, Acc>, &UpdateAny<Elem, Acc>};
 }

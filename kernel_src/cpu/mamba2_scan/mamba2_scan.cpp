@@ -14,7 +14,7 @@ struct Mamba2ScanKernels {
   void (*forward)(const Mamba2ScanForward& args, int64_t n, int64_t block, void* scratch);
   void (*backward)(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t n, int64_t slot,
                    int64_t block, void* scratch);
-  void (*sum_units)(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t begin, int64_t end);
+  void (*sum_items)(const Mamba2ScanBackward& args, const Mamba2ScanPartials& partials, int64_t begin, int64_t end);
   void (*update)(const SelectiveStateUpdate& args, int64_t batch, int64_t head);
 };
 }  // namespace packfree
@@ -68,13 +68,13 @@ void Mamba2ScanBackwardCpu(Tier tier, const Mamba2ScanBackward& args) {
   }
   const Buffer by_head(2 * filled * in.heads * static_cast<int64_t>(sizeof(double)));
   const Buffer by_channel(args.dd == nullptr ? 0 : filled * row * static_cast<int64_t>(sizeof(double)));
-  const int64_t unit_sums = plan.group_blocks == 1 ? 0 : plan.blocks * packing.tokens * in.state_dim * AccBytes(dtype);
-  const Buffer by_unit(2 * unit_sums);
+  const int64_t item_sums = plan.group_blocks == 1 ? 0 : plan.blocks * packing.tokens * in.state_dim * AccBytes(dtype);
+  const Buffer by_item(2 * item_sums);
   double* da = static_cast<double*>(by_head.get());
   const Mamba2ScanPartials partials{da, da + filled * in.heads,
                                     args.dd == nullptr ? nullptr : static_cast<double*>(by_channel.get()),
-                                    unit_sums == 0 ? nullptr : by_unit.get(),
-                                    unit_sums == 0 ? nullptr : static_cast<char*>(by_unit.get()) + unit_sums};
+                                    item_sums == 0 ? nullptr : by_item.get(),
+                                    item_sums == 0 ? nullptr : static_cast<char*>(by_item.get()) + item_sums};
 
   ForEachSequenceHead(
       packing, plan.blocks, args.dinitial_state,
@@ -84,10 +84,10 @@ void Mamba2ScanBackwardCpu(Tier tier, const Mamba2ScanBackward& args) {
   SumSequences(dtype, filled, in.heads, partials.da, args.da);
   SumSequences(dtype, filled, in.heads, partials.ddt_bias, args.ddt_bias);
   SumSequences(dtype, filled, row, partials.dd, args.dd);
-  if (unit_sums != 0) {
+  if (item_sums != 0) {
     constexpr int64_t kTokens = 256;
     ParallelForEach((packing.end() + kTokens - 1) / kTokens, [&](int64_t item) {
-      kernels.sum_units(args, partials, item * kTokens, std::min(packing.end(), (item + 1) * kTokens));
+      kernels.sum_items(args, partials, item * kTokens, std::min(packing.end(), (item + 1) * kTokens));
     });
   }
 }

@@ -1,4 +1,4 @@
-// Work units and scratch memory of Mamba-2's scan.
+// Work items and scratch memory of Mamba-2's scan.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,16 @@
 
 namespace packfree {
 
-// Heads of a group that one work unit runs: they share C B^T, and where a group has more heads its units share the
-// threads. A constant, because dB and dC are summed over a unit's heads first: their bits must not depend on threads.
+// Heads of a group that one work item runs: they share C B^T, and where a group has more heads its items share the
+// threads. A constant, because dB and dC are summed over an item's heads first: their bits must not depend on threads.
 constexpr int64_t kHeadBlock = 4;
 
 // Sizes that all tiles of one call share, in elements of Acc.
 struct Mamba2ScanPlan {
   int64_t group;             // heads of a group
-  int64_t block;             // heads of a unit, at most
-  int64_t group_blocks;      // units of a group
-  int64_t blocks;            // units of a sequence
+  int64_t block;             // heads of an item, at most
+  int64_t group_blocks;      // items of a group
+  int64_t blocks;            // items of a sequence
   int64_t head_dim;          // P
   int64_t state_dim;         // S
   int64_t ldp;               // row of a tile with P columns
@@ -44,7 +44,7 @@ struct Mamba2ScanPlan {
         kept(block * state_transposed) {}
 };
 
-// The heads of a unit.
+// The heads of an item.
 struct HeadBlock {
   int64_t group;
   int64_t first;
@@ -108,9 +108,9 @@ struct Mamba2BackwardTiles {
   Acc* d_state_transposed;  // [P, lds]
   Acc* x_transposed;        // [P, ldc]
   Acc* pairs;               // [kChunk, ldc] lower: gradients of `read`, then of the exponents of `decay`
-  Acc* d_cb;                // [kChunk, ldc] lower, summed over the unit's heads
-  Acc* d_b;                 // [kChunk, lds], summed over the unit's heads
-  Acc* d_c;                 // [kChunk, lds], summed over the unit's heads
+  Acc* d_cb;                // [kChunk, ldc] lower, summed over the item's heads
+  Acc* d_b;                 // [kChunk, lds], summed over the item's heads
+  Acc* d_c;                 // [kChunk, lds], summed over the item's heads
   Acc* part;                // [kChunk, lds]: what reaches C through the state before the chunk
   Acc* d_x;                 // [kChunk, ldp]
   Acc* from_end;            // [kChunk, ldp]: what reaches x through the state after the chunk
@@ -142,13 +142,13 @@ struct Mamba2BackwardTiles {
         d_log_decay(pieces.Take(kChunk)) {}
 };
 
-// Where a backward unit adds what other units add to as well: sums of one sequence for gradients of parameters, sums of
-// one unit for dB and dC. Each is reduced in a fixed order afterwards.
+// Where a backward item adds what other items add to as well: sums of one sequence for gradients of parameters, sums of
+// one item for dB and dC. Each is reduced in a fixed order afterwards.
 struct Mamba2ScanPartials {
   double* da;        // [sequences with tokens, H]
   double* ddt_bias;  // [sequences with tokens, H]
   double* dd;        // [sequences with tokens, H, P] or null
-  void* db;          // Acc [blocks, T, S], or null where a group is one unit and writes its result
+  void* db;          // Acc [blocks, T, S], or null where a group is one item and writes its result
   void* dc;          // the same
 };
 

@@ -21,7 +21,7 @@ PACKFREE_INLINE Acc StepRow(int64_t S, State* state, const Acc* a, Acc step, Acc
 }
 
 template <class State, class Coefficient, class Elem, class Acc>
-inline void UpdateUnit(const SelectiveStateUpdate& args, int64_t batch, int64_t head) {
+inline void UpdateItem(const SelectiveStateUpdate& args, int64_t batch, int64_t head) {
   const int64_t P = args.head_dim, S = args.state_dim;
   const int64_t first = (batch * args.heads + head) * P;
   const int64_t group = (batch * args.groups + head / (args.heads / args.groups)) * S;
@@ -55,9 +55,9 @@ inline void UpdateUnit(const SelectiveStateUpdate& args, int64_t batch, int64_t 
 template <class Coefficient, class Elem, class Acc>
 inline void UpdateAnyState(const SelectiveStateUpdate& args, int64_t batch, int64_t head) {
   if (args.wide_state) {
-    UpdateUnit<Acc, Coefficient, Elem, Acc>(args, batch, head);
+    UpdateItem<Acc, Coefficient, Elem, Acc>(args, batch, head);
   } else {
-    UpdateUnit<Elem, Coefficient, Elem, Acc>(args, batch, head);
+    UpdateItem<Elem, Coefficient, Elem, Acc>(args, batch, head);
   }
 }
 

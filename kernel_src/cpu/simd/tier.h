@@ -1,7 +1,7 @@
 // Instruction-set tiers of the CPU kernels, picked at run time.
 //
 // A kernel's text is written once, in `*-inl.h` files, and compiled once per tier: its .cpp includes begin_<tier>.h,
-// the texts, and end_tier.h, tier after tier. begin_ opens `namespace packfree::<tier>` under a target pragma; nothing
+// the source, and end_tier.h, tier after tier. begin_ opens `namespace packfree::<tier>` under a target pragma; nothing
 // with a target attribute is ever visible outside such a pair, so no standard-library code can be compiled for a CPU
 // that the user does not have.
 #pragma once
@@ -30,7 +30,7 @@
 namespace packfree {
 
 // From the slowest to the best of an architecture. kVectorTier is the best tier without a matrix unit: only kernels
-// that multiply bf16 matrices have texts for that; the others are asked for the tier below.
+// that multiply bf16 matrices have a kernel for that; the others are asked for the tier below.
 #if PACKFREE_ARM
 enum class Tier { kScalar = 0, kNeon = 1, kNeonBf16 = 2 };
 constexpr Tier kVectorTier = Tier::kNeonBf16, kBestTier = Tier::kNeonBf16;

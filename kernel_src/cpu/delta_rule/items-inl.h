@@ -1,4 +1,4 @@
-// Work units of the delta rules: one sequence and one key head with its value heads. Included once per tier, after the
+// Work items of the delta rules: one sequence and one key head with its value heads. Included once per tier, after the
 // stages of the op, whose rule is the type `Rule`: its arguments and tiles, and as static functions, for a key head
 //   KeyProducts                what its value heads share beside the rows of q and k
 //   ClearKeyProductGradients
@@ -81,7 +81,7 @@ inline void ForwardHead(const typename Rule::Forward& args, const DeltaPlan& pla
 }
 
 template <DeltaRule Rule>
-inline void ForwardUnit(const typename Rule::Forward& args, int64_t n, int64_t h, void* scratch) {
+inline void ForwardItem(const typename Rule::Forward& args, int64_t n, int64_t h, void* scratch) {
   using Acc = typename Rule::Accumulation;
   const DeltaInputs& in = args.in;
   const DeltaPlan plan(in);
@@ -182,7 +182,7 @@ struct DeltaBackwardPass {
 };
 
 template <DeltaRule Rule>
-inline void BackwardUnit(const typename Rule::Backward& args, int64_t n, int64_t h, void* scratch) {
+inline void BackwardItem(const typename Rule::Backward& args, int64_t n, int64_t h, void* scratch) {
   using Acc = typename Rule::Accumulation;
   const DeltaInputs& in = args.in;
   const DeltaPlan plan(in);
@@ -198,7 +198,7 @@ inline void BackwardUnit(const typename Rule::Backward& args, int64_t n, int64_t
 
 // Token by token: one sequence and one value head.
 template <DeltaRule Rule>
-inline void RecurrentUnit(const typename Rule::Forward& args, int64_t n, int64_t hv, void* scratch) {
+inline void RecurrentItem(const typename Rule::Forward& args, int64_t n, int64_t hv, void* scratch) {
   using Elem = typename Rule::Element;
   using Acc = typename Rule::Accumulation;
   const DeltaInputs& in = args.in;
