@@ -111,7 +111,7 @@ def delta_rule(draw: Draw, backward: bool) -> Arguments:
     )  # fmt: skip
     if backward:
         del arguments["want_state"]
-        arguments.update({"do": tensor(dtype, T, HV, V), "dfinal_state": draw.maybe(tensor(wide, N, HV, K, V))})
+        arguments.update({"dout": tensor(dtype, T, HV, V), "dfinal_state": draw.maybe(tensor(wide, N, HV, K, V))})
     return arguments
 
 
