@@ -1,4 +1,4 @@
-"""Text and tokenizer for the demo: docstrings of the standard library, or a data set of the user's."""
+"""Text, tokenizer and model of the demo: docstrings of the standard library and a small new model, or the user's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import random
 import sysconfig
 from pathlib import Path
 
+import datasets
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 # Not prose for users of the library, or not there in every installation.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -16,15 +18,8 @@ SHORTEST_TEXT = 32
 DATA_SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 
 
-class DataError(Exception):
-    """The text cannot be had; the message says what to do."""
-
-
 def standard_library_docstrings() -> list[str]:
-    """Every docstring of the standard library of at least 32 characters, once, in the order of the files.
-
-    The sources are parsed, not imported, so nothing of them runs.
-    """
+    """Every docstring of the standard library of at least 32 characters, once; its sources are parsed, not imported."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, None] = {}
     for path in sorted(root.rglob("*.py")):
@@ -40,69 +35,36 @@ def standard_library_docstrings() -> list[str]:
                 if text and len(text) >= SHORTEST_TEXT:
                     texts[text] = None
     if not texts:
-        raise DataError(
-            f"no docstrings in {root}: this Python comes without its sources; give a text with --dataset FILE"
-        )
+        raise ValueError(f"no docstrings in {root}: this Python comes without its sources; give --dataset FILE")
     return list(texts)
 
 
-def fetch(kind: str, name: str, hub, patterns: list[str]) -> Path:
-    """Download the files of a repository that match ``patterns`` to the user's cache and return their folder.
-
-    Args:
-        kind: ``model`` or ``dataset``.
-        name: ``owner/name`` on the Hub.
-        hub: has the Hub's address as ``endpoint`` and the folder of the user's cache as ``cache``.
-        patterns: of file names.
+def load_texts(name: str, column: str | None) -> list[str]:
+    """The texts of a file, a folder or a data set on the Hub; ``column`` None takes ``text`` or the first of strings.
 
     Raises:
-        DataError: the Hub does not give it.
+        ValueError: nothing usable is there.
     """
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(name, repo_type=kind, endpoint=hub.endpoint, cache_dir=hub.cache, allow_patterns=patterns)
-        )
-    # Whatever goes wrong on the way (no network, no such repository, no right to it), the user's way out is the same.
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"--{kind} {name}: no such path here, and {hub.endpoint} does not give it: {reason}") from error
-
-
-def load_texts(name: str, column: str | None, hub) -> list[str]:
-    """The texts of a file, a folder or a data set on the Hub.
-
-    Args:
-        name: path of a file or folder (parquet, json, jsonl, csv, txt), or ``owner/name`` on the Hub. Of a folder with
-            a training split, only that is read.
-        column: column that holds the text; None takes ``text`` or else the first column of strings.
-        hub: see :func:`fetch`.
-
-    Raises:
-        DataError: nothing usable is there.
-    """
-    import datasets
-
     datasets.disable_progress_bars()
     path = Path(name)
-    if not path.exists():
-        path = fetch("dataset", name, hub, [f"*{suffix}" for suffix in DATA_SUFFIXES])
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [file for file in files if file.suffix in DATA_SUFFIXES]
-    if not files:
-        raise DataError(f"--dataset {name}: holds no file that ends in {', '.join(DATA_SUFFIXES)}")
-    files = [file for file in files if "train" in file.relative_to(path.parent).as_posix()] or files
-    kind = DATA_SUFFIXES[files[0].suffix]
-    same_kind = [str(file) for file in files if DATA_SUFFIXES[file.suffix] == kind]
-    rows = datasets.load_dataset(kind, data_files=same_kind, split="train")
+    if path.is_file() and path.suffix not in DATA_SUFFIXES:
+        raise ValueError(f"--dataset {name}: must be a file that ends in {', '.join(DATA_SUFFIXES)}")
+    try:
+        if path.is_file():
+            rows = datasets.load_dataset(DATA_SUFFIXES[path.suffix], data_files=name, split="train")
+        else:
+            rows = datasets.load_dataset(name, split="train")
+    # Whatever goes wrong on the way (no network, no such data set, no right to it), the user's way out is the same.
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"--dataset {name}: no readable file or folder here, and no data set: {reason}") from error
     columns = [key for key, feature in rows.features.items() if "string" in str(getattr(feature, "dtype", ""))]
     column = column or ("text" if "text" in columns else next(iter(columns), None))
     if column not in columns:
-        raise DataError(f"--dataset {name}: no text column {column!r}; it has: {', '.join(columns) or 'none'}")
+        raise ValueError(f"--dataset {name}: no text column {column!r}; it has: {', '.join(columns) or 'none'}")
     texts = [text for text in rows[column] if text and len(text) >= SHORTEST_TEXT]
     if not texts:
-        raise DataError(f"--dataset {name}: no text of at least {SHORTEST_TEXT} characters in column {column!r}")
+        raise ValueError(f"--dataset {name}: no text of at least {SHORTEST_TEXT} characters in column {column!r}")
     return texts
 
 
@@ -121,9 +83,19 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def tokenize(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, count: int, max_length: int, seed: int
-) -> list[dict[str, list[int]]]:
+def build_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3_5ForCausalLM:
+    """A new hybrid model in Qwen3.5's layout: three gated delta rule layers, then one full attention layer."""
+    torch.manual_seed(seed)
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
+        linear_value_head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
+
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, count: int, max_length: int, seed: int) -> list:
     """``count`` samples drawn in a seeded order, each its tokens and an end mark, cut to ``max_length`` tokens."""
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)

@@ -15,6 +15,7 @@ from typing import Any, Dict
 import torch
 
 from tests.conftest import BUILD, ROOT, load_tool
+from tests.harness.loopback_hub import LoopbackHub
 
 TOKENS = {"hf_writer": "write", "hf_reader": "read"}
 CUDA_TORCH = torch.version.cuda is not None
@@ -106,11 +107,6 @@ def cpu_variant() -> Path:
     return found[0].parent
 
 
-def loopback_hub(folder: Path, **settings: Any) -> Any:
-    """A Hub whose state lies in ``folder``; see tools/loopback_hub.py."""
-    return load_tool("loopback_hub").LoopbackHub(folder, **settings)
-
-
 def publish(endpoint: str, home: Path, *options: str, token: str = "hf_writer") -> subprocess.CompletedProcess:
     """Run tools/publish.py against a Hub."""
     return subprocess.run(
@@ -141,7 +137,7 @@ def copy_variant(variant: Path, folder: Path, name: str = "", **files: str) -> P
 
 def hub_published_twice(folder: Path) -> Any:
     """A running Hub of a trusted publisher; v1 had one file more first and is now what lies in build/."""
-    server = loopback_hub(folder / "server", tokens=TOKENS)
+    server = LoopbackHub(folder / "server", tokens=TOKENS)
     with server:
         for build in (copy_variant(cpu_variant(), folder / "earlier", added_later=""), BUILD):
             done = publish(server.endpoint, folder / "home", "--yes", "--build", str(build))

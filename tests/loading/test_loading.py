@@ -3,7 +3,8 @@
 import pytest
 
 from tests.conftest import BUILD, REPO_ID, ROOT, load_tool
-from tests.harness.hub import CUDA_TORCH, MODEL_PREAMBLE, cpu_variant, hub_published_twice, loopback_hub, publish, run
+from tests.harness.hub import CUDA_TORCH, MODEL_PREAMBLE, cpu_variant, hub_published_twice, publish, run
+from tests.harness.loopback_hub import LoopbackHub
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ print(json.dumps([largest_difference("{tmp_path}/model", name, allow_all_kernels
 
 
 def test_untrusted_publisher_needs_the_switch(tmp_path):
-    with loopback_hub(tmp_path / "server", trusted=False) as server:
+    with LoopbackHub(tmp_path / "server", trusted=False) as server:
         assert publish(server.endpoint, tmp_path / "home", "--yes").returncode == 0
         code = f"""
 save_model("{tmp_path}/model")

@@ -11,9 +11,9 @@ from tests.harness.hub import (
     copy_variant,
     cpu_variant,
     hub_published_twice,
-    loopback_hub,
     publish,
 )
+from tests.harness.loopback_hub import LoopbackHub, blob_id
 
 OTHER = "torch-stable-abi211-cu130-x86_64-linux"
 
@@ -35,9 +35,7 @@ def remote_files(server, branch: str) -> dict:
 
 def test_publish_puts_the_variant_and_the_card(hub, variant):
     built = {
-        f"build/{variant.name}/{path.relative_to(variant).as_posix()}": load_tool("loopback_hub").blob_id(
-            path.read_bytes()
-        )
+        f"build/{variant.name}/{path.relative_to(variant).as_posix()}": blob_id(path.read_bytes())
         for path in variant.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
@@ -76,7 +74,7 @@ def test_publish_again_removes_stale_files_and_then_commits_nothing(hub, tmp_pat
 
 @pytest.mark.parametrize(("token", "expected"), [("hf_unknown", "401"), ("hf_reader", "403")])
 def test_publish_with_a_refused_token_is_one_line(tmp_path, token, expected):
-    with loopback_hub(tmp_path / "server", tokens=TOKENS) as server:
+    with LoopbackHub(tmp_path / "server", tokens=TOKENS) as server:
         done = publish(server.endpoint, tmp_path / "home", "--yes", token=token)
         assert done.returncode == 1
         assert expected in done.stderr and len(done.stderr.strip().splitlines()) == 1
@@ -84,7 +82,7 @@ def test_publish_with_a_refused_token_is_one_line(tmp_path, token, expected):
 
 
 def test_publish_is_a_dry_run_by_default(variant, tmp_path):
-    with loopback_hub(tmp_path / "server") as server:
+    with LoopbackHub(tmp_path / "server") as server:
         done = publish(server.endpoint, tmp_path / "home", "--files")
         assert done.returncode == 0, done.stderr
         assert {method for method, _, _ in server.requests} == {"GET"}
@@ -113,7 +111,7 @@ def test_publish_without_a_network_shows_what_it_would_do_and_does_nothing(tmp_p
 def test_publish_refuses_a_build_that_was_touched(variant, tmp_path):
     build = copy_variant(variant, tmp_path / "build")
     (build / variant.name / "__init__.py").write_text("")
-    with loopback_hub(tmp_path / "server") as server:
+    with LoopbackHub(tmp_path / "server") as server:
         done = publish(server.endpoint, tmp_path / "home", "--yes", "--build", str(build))
         assert done.returncode == 1 and "digest" in done.stderr
         assert server.history(REPO_ID, "main") == []
@@ -134,7 +132,7 @@ def published_files(server, branch="v1"):
 def test_publish_of_one_changed_variant_touches_nothing_else(variant, tmp_path):
     build = copy_variant(variant, copy_variant(variant, tmp_path / "build"), OTHER)
     changed = copy_variant(variant, tmp_path / "changed", OTHER, added_later="")
-    with loopback_hub(tmp_path / "server") as server:
+    with LoopbackHub(tmp_path / "server") as server:
         assert publish(server.endpoint, tmp_path / "home", "--yes", "--build", str(build)).returncode == 0
         before, main = published_files(server), server.history(REPO_ID, "main")
         done = publish(server.endpoint, tmp_path / "home", "--yes", "--build", str(changed))
@@ -159,7 +157,7 @@ def test_publish_of_one_changed_variant_touches_nothing_else(variant, tmp_path):
 )
 def test_publish_goes_on_where_the_connection_was_lost(tmp_path, lost, made, left):
     """A branch gets its files in one commit or not at all, and the same command does what is left to do."""
-    with loopback_hub(tmp_path / "server") as server:
+    with LoopbackHub(tmp_path / "server") as server:
         server.lost = lost
         done = publish(server.endpoint, tmp_path / "home", "--yes")
         assert done.returncode == 1 and "run the same command again" in done.stderr, done.stdout + done.stderr

@@ -11,7 +11,7 @@ In a program::
 
 From a shell, on a free port or a fixed one::
 
-    python tools/loopback_hub.py FOLDER --port 8100
+    python -m tests.harness.loopback_hub FOLDER --port 8100
     HF_ENDPOINT=http://127.0.0.1:8100 python my_program.py
 
 ``huggingface_hub`` reads ``HF_ENDPOINT`` once, when it is imported.
