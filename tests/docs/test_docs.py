@@ -111,7 +111,7 @@ def test_console_commands_exist(page):
                     named = modules + [word for word in rest[2:] if word.startswith("tests/")]
                     assert all((ROOT / path).exists() for path in named), rest
                     continue
-                script = rest[0].replace("/leak_report", "/leak_report/__main__.py")
+                script = re.sub(r"/leak_report$", "/leak_report/__main__.py", rest[0])
                 assert script in USERS_PROGRAMS or (ROOT / script).is_file() or script.startswith("build/torch-"), rest
 
 
