@@ -61,7 +61,7 @@ struct DeltaChunkTiles {
   Acc* rows;          // [2 * kChunk, ldk]: q and k, normalised and scaled
   Acc* k_transposed;  // [K, ldc]: the rows of k transposed
   Acc* read;          // [kChunk, ldc] lower: how much of correction j token i reads
-  Acc* system;        // [kChunk, ldc] lower: I + it maps corrections to what they are made of
+  Acc* system;        // [kChunk, ldc] strictly lower: (I + system) corrections = what they are solved from
   Acc* beta;          // [kChunk]
   Acc* q_inverse;     // [kChunk]: inverse norms of the rows
   Acc* k_inverse;     // [kChunk]
