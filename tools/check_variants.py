@@ -33,6 +33,12 @@ def pinned(names) -> list:
     return [line for line in lines if line.split("==")[0] in names]
 
 
+def torch_for(compute: str) -> str:
+    """The release to install, as pip takes it."""
+    release = PYPI_TORCH.get(RELEASES[compute])
+    return f"torch=={release}" if release else pinned(["torch"])[0]
+
+
 def environment(compute: str) -> Path:
     """Python of an environment with torch for ``compute``, made whole or not at all."""
     place = CACHE / f"torch-{compute}"
@@ -42,11 +48,9 @@ def environment(compute: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
         pip = [str(place / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
         # One index and no other source: a +cpu build from elsewhere would rank above it.
-        release = PYPI_TORCH.get(RELEASES[compute])
-        index = PYPI if release else PYTORCH_INDEX.format(compute=compute)
-        wanted = f"torch=={release}" if release else pinned(["torch"])[0]
+        index = PYPI if RELEASES[compute] in PYPI_TORCH else PYTORCH_INDEX.format(compute=compute)
         sources = dict(os.environ, PIP_CONFIG_FILE=os.devnull, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="")
-        subprocess.run([*pip, "--index-url", index, wanted], check=True, env=sources)
+        subprocess.run([*pip, "--index-url", index, torch_for(compute)], check=True, env=sources)
         subprocess.run([*pip, *pinned(BESIDE_TORCH)], check=True)
         (place / "ready").touch()
     return place / "bin" / "python"
@@ -101,25 +105,28 @@ def main() -> None:
     if arguments.inside:
         check_here(arguments.inside)
         return
+    unknown = [name for name in arguments.compute if name not in RELEASES]
+    if unknown:
+        parser.error(f"no variant {', '.join(unknown)}; there are {', '.join(RELEASES)}")
     here = f"{machine_here()}-linux/metadata.json"
     built = [name for name in RELEASES if any((ROOT / "build").glob(f"torch-*-{name}-{here}"))]
     if not built:
         sys.exit("check_variants: build/ holds no CUDA variant; run make variants")
-    failed = [name for name in arguments.compute if name not in built]
-    for name in failed:
-        print(f"check_variants: {name} is not built: run `make variants`")
+    became = {name: "FAILED: not built, run make variants" for name in arguments.compute if name not in built}
     for name in [name for name in arguments.compute or built if name in built]:
         try:
             python = environment(name)
             no_gpu = dict(os.environ, CUDA_VISIBLE_DEVICES="")
             done = subprocess.run([str(python), __file__, "--inside", name], env=no_gpu)
-            ok = done.returncode == 0
+            models = ", ".join(MODELS)
+            became[name] = f"ok: {models} trained" if done.returncode == 0 else "FAILED, see above"
         except subprocess.CalledProcessError as error:
-            print(f"check_variants: no torch for {name}: {' '.join(error.cmd[:2])} failed")
-            ok = False
-        print(f"check_variants: {name} {'ok' if ok else 'FAILED'}")
-        failed += [] if ok else [name]
-    sys.exit(1 if failed else 0)
+            became[name] = f"FAILED: no such torch, {' '.join(str(word) for word in error.cmd[:2])} failed"
+    for name, result in became.items():
+        print(f"check_variants: {name} in {torch_for(name)}: {result}")
+    for name in [name for name in RELEASES if name not in became]:
+        print(f"check_variants: {name}: not run")
+    sys.exit(1 if any(result.startswith("FAILED") for result in became.values()) else 0)
 
 
 if __name__ == "__main__":
