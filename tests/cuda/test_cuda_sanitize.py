@@ -31,7 +31,7 @@ def test_no_race():
 
 @pytest.mark.parametrize(
     "barrier, where",
-    [(0, "ConvBackwardKernel"), (1, "MarkTokens"), (3, "ReadRow")],
+    [(0, "ConvBackwardKernel"), (1, "DescribeTokens"), (3, "ReadRow")],
     ids=["partial sums", "marks", "staged rows"],
 )
 def test_a_missing_barrier_is_found(barrier, where):
