@@ -73,3 +73,20 @@ def test_products_that_sum_over_little_are_found():
     text += product + "tensor<32x{axis}xf32> * tensor<{axis}x32xf32> -> tensor<32x32xf32>\n"
     assert list(products.hazards(text.replace("{axis}", "8"))) == ["has a product that sums over 8"]
     assert list(products.hazards(text.replace("{axis}", "16"))) == []
+
+
+class _Source:
+    """What the tool reads of a kernel."""
+
+    def __init__(self, src):
+        self.src, self.fn = src, type("Function", (), {"__globals__": {}})
+
+
+def test_a_new_name_is_no_new_kernel():
+    """A row stays that of its kernel where variables and arguments are renamed, and nothing else."""
+    code_of = load_tool("maintainers.triton_table").code_of
+    code = "def kernel(x, count, N: C):\n    for i in range(count):\n        rows = x + i\n        store(rows, N)\n"
+    renamed = code.replace("rows", "values").replace("count", "most").replace("def kernel(x", "def kernel(q")
+    assert code_of(_Source(code)) == code_of(_Source(renamed.replace("= x", "= q")))
+    for other in (code.replace("x + i", "i + x"), code.replace("store", "load"), code.replace("rows, N", "N, rows")):
+        assert code_of(_Source(code)) != code_of(_Source(other))

@@ -130,15 +130,39 @@ def compiled_by(launch: Any, target: Any) -> tuple[ASTSource, dict[str, Any]]:
     return ASTSource(launch.kernel, signature, constants, attributes), options.__dict__
 
 
+class _Numbered(ast.NodeTransformer):
+    """Calls arguments and variables v0, v1, ... in the order of their first mention: a new name is no new kernel."""
+
+    def __init__(self, function: ast.FunctionDef):
+        stored = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and not is_read(node)}
+        self.local = stored | {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+        self.numbers: dict[str, str] = {}
+
+    def number(self, name: str) -> str:
+        return self.numbers.setdefault(name, f"v{len(self.numbers)}") if name in self.local else name
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.arg = self.number(node.arg)
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        node.id = self.number(node.id)
+        return node
+
+
+def is_read(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
+
+
 @functools.lru_cache(maxsize=None)
 def code_of(function: JITCallable) -> str:
-    """The code of a kernel and of what it calls, without docstrings, comments and layout."""
+    """The code of a kernel and of what it calls, without docstrings, comments, layout and names of variables."""
     tree = ast.parse(function.src)
     body = tree.body[0].body
     if ast.get_docstring(tree.body[0]) is not None:
         del body[0]
-    parts = [ast.unparse(tree)]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    parts = [ast.unparse(_Numbered(tree.body[0]).visit(tree))]
     for name in sorted(used & function.fn.__globals__.keys()):
         value = function.fn.__globals__[name]
         if isinstance(value, JITCallable):
@@ -167,7 +191,8 @@ def wanted_launches(kernel: ModuleType, only: str = "") -> list[Wanted]:
                 source, options = compiled_by(launch, target)
                 # Where a library lies is this machine's matter.
                 chosen = sorted((key, str(value)) for key, value in options.items() if key != "extern_libs")
-                details = (source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), chosen)
+                types = list(source.signature.values())
+                details = (types, sorted(source.constants.items()), sorted(source.attrs.items()), chosen)
                 text = f"{code_of(launch.kernel)} {details}"
                 digest = hashlib.sha256(text.encode()).hexdigest()[:12]
                 wanted = Wanted(name, target, str(call), launch.num_warps, launch.num_stages, digest, source, options)
