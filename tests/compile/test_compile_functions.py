@@ -19,6 +19,7 @@ from tests.harness.ops import EXACT, WITH_PROJECTIONS, flash_attn_varlen
 from tests.harness.ops.steps import Step
 from tests.harness.packings import Pack
 from tests.harness.properties import assert_same_bits, check_against_reference, run_with_gradients
+from tests.harness.states import without_states
 
 ALL = os.environ.get("PACKFREE_COMPILE") == "all"
 
@@ -53,10 +54,14 @@ def _cases():
 
 
 class Compiled:
-    """The public function ``name`` compiled; ``with compiled:`` puts it in the place of the function itself."""
+    """The public function ``name`` compiled; ``with compiled:`` puts it in the place of the function itself.
 
-    def __init__(self, kernel, name, backend="aot_eager", **options):
+    Without ``states`` it is not asked for any.
+    """
+
+    def __init__(self, kernel, name, backend="aot_eager", states=True, **options):
         torch._dynamo.reset()
+        self.states = states
         self.kernel, self.name, self.function = kernel, name, getattr(kernel, name)
         self.call = torch.compile(self.function, fullgraph=True, dynamic=True, backend=backend, **options)
 
@@ -66,7 +71,7 @@ class Compiled:
         return len(_debug_get_cache_entry_list(self.function.__code__))
 
     def __enter__(self):
-        setattr(self.kernel, self.name, self.call)
+        setattr(self.kernel, self.name, self.call if self.states else without_states(self.call))
 
     def __exit__(self, *error):
         setattr(self.kernel, self.name, self.function)
@@ -94,7 +99,7 @@ def check_same_bits(op, compiled, pack, spelling, **more):
 
 @pytest.mark.parametrize("name, make, spelling, packs", _cases())
 def test_few_graphs_for_any_pack(kernel, name, make, spelling, packs):
-    op, compiled = make(), Compiled(kernel, name.split(" ")[0])
+    op, compiled = make(), Compiled(kernel, name.split(" ")[0], states=spelling == "cu_seqlens")
     for pack in packs:
         check_same_bits(op, compiled, pack, spelling)
     assert 0 < compiled.graphs <= 2
@@ -174,3 +179,12 @@ def test_window_in_a_tensor_is_refused(kernel):
     call = Compiled(kernel, "flash_attn_varlen_func", "eager").call
     with pytest.raises(Exception, match="window_size must be two numbers where values cannot be read, got a tensor"):
         call(q, q, q, PACKS[0].cu_seqlens.clamp(max=10), window_size=torch.tensor([3, 0]))
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d_fn", "chunk_kda", "mamba_chunk_scan_combined", "selective_scan_fn"])
+def test_states_of_an_unknown_number_of_samples_are_refused(kernel, name):
+    """One a token would be neither eager mode's shape nor a size of memory that anyone expects."""
+    op, compiled = EXACT[name][0](), Compiled(kernel, name)
+    for spelling in ("seq_idx", "position_ids"):
+        with compiled, pytest.raises(Exception, match="cu_seqlens must be given under torch.compile where there is a"):
+            op.run(op.make(PACKS[0], torch.float32), **op.boundaries(PACKS[0], spelling))

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import subprocess
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,3 +58,10 @@ def cuda_is_served(kernel: ModuleType):
         yield
     finally:
         functions.SUPPORTED_DEVICES = before
+
+
+def read_no_values(kernel: ModuleType, monkeypatch: Any) -> None:
+    """CPU tensors are treated as a GPU's: no boundary value is read that would be waited for there."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == kernel.__name__ and hasattr(module, "reads_values"):
+            monkeypatch.setattr(module, "reads_values", lambda tensor: False)

@@ -8,9 +8,14 @@ import subprocess
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.conftest import ROOT
+from tests.harness.fake_cuda import read_no_values
+from tests.harness.ops import EXACT
 from tests.harness.packings import Pack, catalogue
+from tests.harness.properties import assert_same_bits, run_with_gradients
 
 # The tile of one block of threads in kernel_src/common/boundaries.h; packs reach over its edges.
 TILE = 2048
@@ -98,13 +103,59 @@ def test_what_a_gpu_gets_is_what_a_cpu_gets(kernel, monkeypatch):
         (2, {}),
     ]
     seen = [eager(kernel, batch, 6, **boundaries) for batch, boundaries in cases]
-    monkeypatch.setattr(kernel.packing, "reads_values", lambda tensor: False)
+    read_no_values(kernel, monkeypatch)
     for (batch, boundaries), expected in zip(cases, seen):
         found = eager(kernel, batch, 6, **boundaries)
         assert kernel.packing.same_boundaries(found.cu_seqlens, expected.cu_seqlens)
         assert found.cu_seqlens.dtype == torch.int32 and found.tokens == expected.tokens
         assert (found.live is None) == (expected.live is None)
         assert found.live is None or torch.equal(found.live, expected.live)
+
+
+class Sizes(TorchDispatchMode):
+    """The most numbers in any tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return result
+
+
+STATES = ("causal_conv1d_fn", "chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined", "selective_scan_fn")
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_on_a_gpu_are_those_on_a_cpu(kernel, monkeypatch, name):
+    """One for each sequence in every spelling, given and returned, and their gradients; no room for one a token."""
+    op, pack = next(op for op in (make() for make in EXACT[name]) if "seq_idx" in op.spellings), Pack("", (3, 1, 5))
+    inputs = op.make(pack, torch.float32)
+
+    def results(spelling):
+        return run_with_gradients(lambda leaves: op.run(leaves, **op.boundaries(pack, spelling)), inputs)
+
+    expected = results("cu_seqlens")
+    read_no_values(kernel, monkeypatch)
+    with Sizes() as sizes:
+        for spelling in ("seq_idx", "position_ids"):
+            for key, value in results(spelling).items():
+                assert_same_bits(f"{key} by {spelling}", value, expected[key])
+    state = max(expected[key][0].numel() for key in expected if op.kind(key) == "states")
+    assert sizes.largest < pack.tokens * state
+
+
+def test_labels_between_rows_with_states_on_a_gpu(kernel, monkeypatch):
+    """Padding that lies between sequences has a place among them and no state."""
+    labels = torch.tensor([[0, 0, 3, 3, 3, -1], [1, 2, 2, 2, 2, 2]])
+    expected = eager(kernel, 2, 6, seq_idx=labels)
+    read_no_values(kernel, monkeypatch)
+    found = eager(kernel, 2, 6, seq_idx=labels, has_states=True)
+    assert torch.equal(found.cu_seqlens, expected.cu_seqlens) and torch.equal(found.states, expected.states)
+    assert torch.equal(found.live, expected.live) and found.num_states == 4
 
 
 def test_opcheck(ops):

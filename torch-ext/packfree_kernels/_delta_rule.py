@@ -195,7 +195,9 @@ def run_packed(
     """
     batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    packing = resolve_packing(op, batch, length, q.device, options.cu_seqlens, options.seq_idx, options.position_ids)
+    boundaries = (options.cu_seqlens, options.seq_idx, options.position_ids)
+    has_states = options.initial_state is not None or options.output_final_state
+    packing = resolve_packing(op, batch, length, q.device, *boundaries, has_states)
     _check_host_offsets(op, options.cu_seqlens_cpu, options.cu_seqlens, packing)
     scale = key_dim**-0.5 if options.scale is None else checked_finite(op, "scale", options.scale)
     out_dtype, dtype, wide = q.dtype, widest_dtype(q, k, v), sum_dtype(q, k, v)

@@ -5,7 +5,9 @@ them into one :class:`Packing`, the only form that the kernels know.
 
 Nothing here reads a value of a GPU tensor unless ``PACKFREE_DEBUG=1``, and nothing does while ``torch.compile`` traces:
 there the number of sequences is not known, so the ``cu_seqlens`` made from labels or positions has one entry per token
-plus one and ends in empty sequences. In eager mode on a CPU the same boundaries come out compact.
+plus one and ends in empty sequences. Where their values lie on a CPU the same boundaries come out compact. A call with
+a state for each sequence must know how many there are: it waits once for labels or positions on a GPU, and a traced one
+needs ``cu_seqlens``.
 """
 
 import os
@@ -52,6 +54,10 @@ class Packing:
     def num_states(self) -> int:
         """Number of states a caller gives or gets: one for each real sequence."""
         return self.num_sequences if self.states is None else self.states.shape[0]
+
+    def to(self, device: torch.device) -> "Packing":
+        moved = (None if x is None else x.to(device, non_blocking=True) for x in (self.live, self.states))
+        return Packing(self.cu_seqlens.to(device, non_blocking=True), self.tokens, *moved)
 
     def spread_states(self, states: Tensor) -> Tensor:
         """The caller's states ``[N', ...]`` as the kernels want them, ``[N, ...]``: padding stretches get zeros."""
@@ -205,9 +211,12 @@ def _compact_offsets(starts: Tensor) -> Tensor:
     return torch.cat([offsets, offsets.new_full((1,), flat.shape[0])]).to(torch.int32)
 
 
-def cu_seqlens_from_position_ids(position_ids: Tensor) -> Tensor:
-    """int32 offsets of the sequences that ``position_ids`` count; see :func:`starts_from_position_ids`."""
-    if reads_values(position_ids):
+def cu_seqlens_from_position_ids(position_ids: Tensor, wait: bool = False) -> Tensor:
+    """int32 offsets of the sequences that ``position_ids`` count; see :func:`starts_from_position_ids`.
+
+    With ``wait`` compact ones from a GPU too.
+    """
+    if reads_values(position_ids) or (wait and has_values(position_ids)):
         return _compact_offsets(starts_from_position_ids(position_ids))
     return ops.packing_from_positions(*row_of_positions(position_ids))
 
@@ -232,20 +241,32 @@ def _check_position_ids(op: str, position_ids: Tensor, batch: int, length: int) 
         )
 
 
-def _packing_from_seq_idx(op: str, seq_idx: Tensor, batch: int, length: int, device: torch.device) -> Packing:
+def _packing_from_seq_idx(
+    op: str, seq_idx: Tensor, batch: int, length: int, device: torch.device, wait: bool
+) -> Packing:
     if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in INTEGER_DTYPES:
         raise type_error(op, "seq_idx", "be an int32 or int64 tensor", _type_of(seq_idx))
     if tuple(seq_idx.shape) != (batch, length):
         raise value_error(op, "seq_idx", f"have shape [B, T] = {(batch, length)}", tuple(seq_idx.shape))
-    given, seq_idx = seq_idx, _move(op, "seq_idx", seq_idx, device)
-    readable = reads_values(seq_idx)
-    tokens = batch * length
-    if tokens and (readable or reads_values(given)):
-        _check_labels(op, seq_idx if readable else given)
+    moved = _move(op, "seq_idx", seq_idx, device)
+    if wait and has_values(seq_idx):
+        # All looks at them are free then.
+        return _compact_packing(op, seq_idx.cpu()).to(device)
+    # On whichever side looking costs nothing.
+    for labels in (seq_idx, moved):
+        if reads_values(labels):
+            return _compact_packing(op, labels).to(device)
+    # The op cuts off the tail padding of one row; between rows padding is a sequence of its own.
+    live = None if batch == 1 else (moved >= 0).reshape(-1)
+    return Packing(ops.packing_from_labels(moved), batch * length, live)
+
+
+def _compact_packing(op: str, seq_idx: Tensor) -> Packing:
+    """The packing of labels ``[B, T]`` that may be looked at."""
+    batch, tokens = seq_idx.shape[0], seq_idx.numel()
+    if tokens:
+        _check_labels(op, seq_idx)
     padding = seq_idx < 0
-    if not readable:
-        # The op cuts off the tail padding of one row; between rows padding is a sequence of its own.
-        return Packing(ops.packing_from_labels(seq_idx), tokens, None if batch == 1 else ~padding.reshape(-1))
     changes = seq_idx[:, 1:] != seq_idx[:, :-1]
     # One stretch of padding is one stretch, whatever negative labels it carries.
     changes = changes & ~(padding[:, 1:] & padding[:, :-1])
@@ -287,6 +308,7 @@ def resolve_packing(
     cu_seqlens: Optional[Boundaries] = None,
     seq_idx: Optional[Tensor] = None,
     position_ids: Optional[Tensor] = None,
+    has_states: bool = False,
 ) -> Packing:
     """Turn whatever boundaries a function was given into one :class:`Packing`.
 
@@ -298,19 +320,25 @@ def resolve_packing(
         cu_seqlens: offsets ``[N + 1]``, int32 or int64 (on a CPU also a list of ints). Only with ``batch == 1``.
         seq_idx: labels ``[B, T]``, never decreasing along a row; negative labels are tail padding.
         position_ids: ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; see :func:`starts_from_position_ids`.
+        has_states: whether there is a state for each sequence, so that their number must be known. Labels or positions
+            on a GPU are then waited for, once; while tracing they are refused.
 
     Without boundaries each row is one sequence. ``cu_seqlens`` and ``seq_idx`` together must agree; both win over
     ``position_ids``.
 
     Raises:
         TypeError: a boundary argument of the wrong type or dtype.
-        ValueError: a shape that does not fit, offsets or labels that are malformed, explicit ones that disagree, or a
-            meta tensor beside tokens that are none.
+        ValueError: a shape that does not fit, offsets or labels that are malformed, explicit ones that disagree, a
+            meta tensor beside tokens that are none, or states whose number cannot be known.
     """
     tokens = batch * length
     packing: Optional[Packing] = None
+    wait = has_states and cu_seqlens is None
+    if wait and torch.compiler.is_compiling() and not (seq_idx is None and position_ids is None):
+        must = "be given under torch.compile where there is a state for each sequence, whose number others do not tell"
+        raise value_error(op, "cu_seqlens", must, "position_ids" if seq_idx is None else "seq_idx")
     if seq_idx is not None:
-        packing = _packing_from_seq_idx(op, seq_idx, batch, length, device)
+        packing = _packing_from_seq_idx(op, seq_idx, batch, length, device, wait)
     if cu_seqlens is not None:
         if batch != 1:
             raise value_error(op, "cu_seqlens", "come with a batch of one packed row", f"a batch of {batch} rows")
@@ -323,7 +351,9 @@ def resolve_packing(
         return packing
     if position_ids is not None:
         _check_position_ids(op, position_ids, batch, length)
-        return Packing(cu_seqlens_from_position_ids(_move(op, "position_ids", position_ids, device)), tokens)
+        if not reads_values(position_ids):
+            position_ids = _move(op, "position_ids", position_ids, device)
+        return Packing(cu_seqlens_from_position_ids(position_ids, wait), tokens).to(device)
     return Packing(torch.arange(batch + 1, device=device, dtype=torch.int32) * length, tokens)
 
 

@@ -58,7 +58,8 @@ def causal_conv1d_fn(
             padding.
         position_ids: ``[T]``, ``[B, T]`` or 3 or 4 such rows; used where neither of the others is given.
 
-        Without boundaries each row is a sequence and N is B.
+        Without boundaries each row is a sequence and N is B. States beside labels or positions on a GPU wait for their
+        values once, and need ``cu_seqlens`` under ``torch.compile``.
 
     Returns:
         y ``[B, D, T]`` in the dtype of ``x``, 0 on padding; with ``return_final_states`` also the final states
@@ -78,7 +79,9 @@ def causal_conv1d_fn(
     _check_filter(op, x, weight, bias, activation)
     batch, channels, length = x.shape
     width = weight.shape[1]
-    packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids)
+    want_states = return_final_states or final_states_out is not None
+    has_states = want_states or initial_states is not None
+    packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids, has_states)
     if initial_states is not None:
         check_tensor(op, "initial_states", initial_states, 3)
         check_same_device(op, "initial_states", initial_states, x.device)
@@ -92,7 +95,6 @@ def causal_conv1d_fn(
     x = packing.mask_padding(x, time_dim=2)
     channels_last = x.stride(1) == 1 and (x.stride(2) != 1 or channels > 1)
     inner = x.transpose(1, 2) if channels_last else x
-    want_states = return_final_states or final_states_out is not None
     y, final_states = ops.causal_conv1d_fwd(
         inner, weight, bias, packing.cu_seqlens, initial_states, activation is not None, channels_last, want_states
     )

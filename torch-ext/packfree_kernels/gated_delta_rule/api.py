@@ -94,8 +94,8 @@ def chunk_gated_delta_rule(
         transpose_state_layout: upstream's old name of ``state_v_first``.
         seq_idx: labels ``[B, T]`` that never decrease along a row; negative labels are tail padding.
         position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used where neither of the others is
-            given. Without any boundaries each row is one sequence. Under ``torch.compile`` labels and positions stand
-            for ``B * T`` sequences, most of them empty, so a smaller number of states needs ``cu_seqlens`` there.
+            given. Without any boundaries each row is one sequence. States beside labels or positions on a GPU wait for
+            their values once, and need ``cu_seqlens`` under ``torch.compile``.
 
     Returns:
         ``o`` ``[B, T, HV, V]`` in q's dtype, exactly 0 at padding tokens, and the final states ``[N, HV, K, V]`` in

@@ -65,7 +65,8 @@ def selective_scan_fn(
         position_ids: ``[T]``, ``[B, T]`` or 3 or 4 such rows; used where neither of the others is given.
         initial_states: ``[S, D, N]`` or None (zeros), the state before each sequence.
 
-        Without boundaries each row is a sequence and S is B.
+        Without boundaries each row is a sequence and S is B. States beside labels or positions on a GPU wait for their
+        values once, and need ``cu_seqlens`` under ``torch.compile``.
 
     Returns:
         y ``[B, D, T]`` in the dtype of ``u``, 0 on padding; with ``return_last_state`` also the last states
@@ -101,7 +102,8 @@ def selective_scan_fn(
             _check(op, name, vector, u, (channels,), "[D]")
     if z is not None:
         _check(op, "z", z, u, (batch, channels, length), "[B, D, T]")
-    packing = resolve_packing(op, batch, length, u.device, cu_seqlens, seq_idx, position_ids)
+    has_states = return_last_state or initial_states is not None
+    packing = resolve_packing(op, batch, length, u.device, cu_seqlens, seq_idx, position_ids, has_states)
     if initial_states is not None:
         _check(op, "initial_states", initial_states, u, (packing.num_states, channels, states), "[S, D, N]")
         initial_states = packing.spread_states(initial_states)

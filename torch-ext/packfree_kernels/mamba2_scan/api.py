@@ -73,8 +73,8 @@ def mamba_chunk_scan_combined(
             never rounded, so it changes nothing; on a GPU they are kept in x's dtype, and with a wider one all is
             computed in fp32. Returned states are fp32 in any case.
         position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used if neither of the other two is
-            given. Without any boundaries each row is one sequence. Under ``torch.compile`` boundaries made from labels
-            or positions stand for ``B * T`` sequences, most of them empty; states then need ``cu_seqlens``.
+            given. Without any boundaries each row is one sequence. States beside labels or positions on a GPU wait for
+            their values once, and need ``cu_seqlens`` under ``torch.compile``.
 
     Returns:
         ``y`` ``[B, T, H, P]`` in x's dtype, exactly 0 at padding tokens; with ``return_final_states``, with
@@ -116,7 +116,9 @@ def mamba_chunk_scan_combined(
         x, B, C = x.to(dtype), B.to(dtype), C.to(dtype)
         z = None if z is None else z.to(dtype)
     dt_min, dt_max = _checked_limit(op, dt_limit)
-    packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids)
+    want_states = return_final_states or return_varlen_states
+    has_states = want_states or initial_states is not None
+    packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids, has_states)
     wide = accumulation_dtype(x)
     D = _checked_skip(op, D, x)
     if dt_bias is not None:
@@ -124,14 +126,9 @@ def mamba_chunk_scan_combined(
         check_shape(op, "dt_bias", dt_bias, (heads,), "[H]")
     if initial_states is not None:
         _check_parameter(op, "initial_states", initial_states, x)
-        if packing.live is not None and packing.states is None:
-            raise value_error(
-                op, "initial_states", "come with cu_seqlens where the number of sequences cannot be read", "seq_idx"
-            )
         shape = (packing.num_states, heads, head_dim, state_dim)
         check_shape(op, "initial_states", initial_states, shape, "[N, H, P, S]")
         initial_states = packing.spread_states(initial_states.to(wide))
-    want_states = return_final_states or return_varlen_states
     x, dt, B, C = (packing.mask_padding(tensor, time_dim=1) for tensor in (x, dt, B, C))
     z = None if z is None else packing.mask_padding(z, time_dim=1)
     y, states = ops.mamba2_scan_fwd(
