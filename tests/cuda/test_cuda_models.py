@@ -4,12 +4,17 @@ A value that Python asked for (``.item()``, ``if tensor``, ``nonzero``) would be
 error here. What the kernels themselves compute is tested elsewhere.
 """
 
+import traceback
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
-from tests.harness.fake_cuda import cuda_is_served, fake, fake_cuda
+from tests.harness.fake_cuda import cuda_is_served, fake, fake_cuda, read_no_values
+from tests.models import tiny_models
 from tests.models.tiny_models import SETTINGS, load, pack
 
 # Routing to experts, which is transformers' own, asks for values or for CUDA itself.
@@ -69,3 +74,51 @@ def test_a_value_that_is_read_is_caught():
         for read in (lambda: int(tensor[0]), lambda: bool(tensor.all()), lambda: tensor.tolist()):
             with pytest.raises(DataDependentOutputException):
                 read()
+
+
+# What asks for a value on a GPU, by the name of its operation.
+ASKING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique_consecutive", "_unique2"}
+
+# What transformers asks for itself: GPT-OSS's experts one after another, of which each looks up its tokens. Kernels for
+# experts do not ask, and are what other models get.
+OF_EXPERTS = {"gpt_oss": ("forward", "modeling_gpt_oss.py")}
+
+
+class Questions(TorchDispatchMode):
+    """Collects the operations that ask for a value, and the functions of transformers that asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ASKING or (name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])):
+            callers = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+            self.asked.append((name, callers[-2].name, Path(callers[-2].filename).name))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("model_type", tiny_models.MODELS)
+def test_nothing_is_asked_for(kernel, monkeypatch, model_type, setting):
+    """In a whole training step on CPU tensors, where every value is at hand and a question would be answered.
+
+    Tensors without values, as above, take the way of a traced model, which asks less.
+    """
+    model, batch = load(model_type).train(), pack(model_type, setting)
+    read_no_values(kernel, monkeypatch)
+    with Questions() as questions:
+        model(**batch).logits.square().sum().backward()
+    assert not [question for question in questions.asked if question[1:] != OF_EXPERTS.get(model_type)]
+
+
+def test_one_question_more_is_noticed(kernel, monkeypatch):
+    """transformers' own numbering of samples asks once in a forward."""
+    model = load("llama").train()
+    finder = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", finder.packfree_stock)
+    read_no_values(kernel, monkeypatch)
+    with Questions() as questions:
+        model(**pack("llama"))
+    assert [question[0] for question in questions.asked] == ["_local_scalar_dense"]

@@ -69,6 +69,9 @@ MASK_BUILDERS = (
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",  # from 5.23 on
 )
+# What numbers the samples of a pack by position_ids [B, T], from 0 on, for the mask functions; it reads a value to
+# return None where there is one sample a row.
+SAMPLE_FINDER = "find_packed_sequence_indices"
 # Model types that give each image's stretch of tokens a number of its own.
 NUMBERED_BLOCKS = ("gemma3*", "gemma4*", "diffusion_gemma*")
 
@@ -171,8 +174,17 @@ def mask_functions() -> Any:
 
 def mask_builders() -> Iterator[Tuple[ModuleType, str, Callable]]:
     """Each place where a modeling module, or the mask module itself, finds one of the functions that build masks."""
+    return _stock_of_masks(MASK_BUILDERS)
+
+
+def sample_finders() -> Iterator[Tuple[ModuleType, str, Callable]]:
+    """The same places of the function that numbers a pack's samples."""
+    return _stock_of_masks((SAMPLE_FINDER,))
+
+
+def _stock_of_masks(names: Tuple[str, ...]) -> Iterator[Tuple[ModuleType, str, Callable]]:
     for module in [*modeling_modules(), *filter(None, [sys.modules.get(MASK_MODULE)])]:
-        for name in MASK_BUILDERS:
+        for name in names:
             function = vars(module).get(name)
             if getattr(function, "__module__", None) == MASK_MODULE and not hasattr(function, "packfree_stock"):
                 yield module, name, function

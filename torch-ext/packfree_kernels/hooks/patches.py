@@ -107,6 +107,7 @@ def _replace_functions() -> None:
     rotary.make_per_sample(_undo)
     counts.make_per_sample(_undo)
     masks.describe_themselves(_undo)
+    masks.number_without_waiting(_undo)
     _replace_mixing_functions()
 
 
