@@ -9,11 +9,12 @@ import importlib
 import warnings
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Callable, Dict, Iterator
 
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceScanOpInterface, TensorHandle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -37,32 +38,88 @@ def _encoded(data: np.ndarray) -> TensorHandle:
     return TensorHandle(np.where(np.isnan(data), (bits >> 16) | 0x40, rounded).astype(np.uint16), tl.bfloat16)
 
 
-def _correct_bfloat16() -> None:
-    product, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-    of_one, of_two = InterpreterBuilder.unary_op, InterpreterBuilder.binary_op
+def _corrected() -> Dict[str, Callable]:
+    """The interpreter's operations as they should be on bfloat16: decoded, computed in float32, rounded once.
+
+    Those that move or compare bits, or pick among them, are right as they are.
+    """
+    stock = {name: getattr(InterpreterBuilder, name) for name in _WRONG_ON_BFLOAT16}
 
     def create_dot(self, a, b, d, *options):
-        return product(self, _decoded(a), _decoded(b), d, *options)
+        return stock["create_dot"](self, _decoded(a), _decoded(b), d, *options)
 
     def cast_impl(self, src, dst_type):
         if dst_type.scalar == tl.bfloat16 and not _is_bfloat16(src):
             return _encoded(src.data.astype(np.float32))
-        return cast(self, _decoded(src), dst_type)
+        return stock["cast_impl"](self, _decoded(src), dst_type)
 
-    def unary_op(self, arg, op):
-        return _encoded(op(_decoded(arg).data)) if _is_bfloat16(arg) else of_one(self, arg, op)
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if not _is_bfloat16(src) and dst_type.scalar != tl.bfloat16:
+            return stock["create_fp_to_fp"](self, src, dst_type, rounding_mode)
+        return self.cast_impl(src, dst_type)
 
     def binary_op(self, lhs, rhs, op):
         if not _is_bfloat16(lhs, rhs):
-            return of_two(self, lhs, rhs, op)
-        result = of_two(self, _decoded(lhs), _decoded(rhs), op)
+            return stock["binary_op"](self, lhs, rhs, op)
+        result = stock["binary_op"](self, _decoded(lhs), _decoded(rhs), op)
         return _encoded(result.data) if result.dtype.scalar == _FLOAT32 else result
 
-    for function in (create_dot, cast_impl, unary_op, binary_op):
-        setattr(InterpreterBuilder, function.__name__, function)
+    def rounded(name):
+        def compute(self, *arguments):
+            if not any(isinstance(x, TensorHandle) and _is_bfloat16(x) for x in arguments):
+                return stock[name](self, *arguments)
+            handles = [_decoded(x) if isinstance(x, TensorHandle) else x for x in arguments]
+            return _encoded(stock[name](self, *handles).data)
+
+        return compute
+
+    names = ("unary_op", "create_fma", "create_clampf", "create_erf", "create_rsqrt")
+    corrected = {name: rounded(name) for name in names}
+    for function in (create_dot, cast_impl, create_fp_to_fp, binary_op):
+        corrected[function.__name__] = function
+    return corrected
 
 
-_correct_bfloat16()
+_WRONG_ON_BFLOAT16 = (
+    "create_dot", "cast_impl", "create_fp_to_fp", "unary_op", "binary_op", "create_fma", "create_clampf", "create_erf",
+    "create_rsqrt",
+)  # fmt: skip
+
+
+def _replace(functions: Dict[str, Callable]) -> Dict[str, Callable]:
+    """Put ``functions`` into the interpreter; returns what they stand in for."""
+    before = {name: getattr(InterpreterBuilder, name) for name in functions}
+    for name, function in functions.items():
+        setattr(InterpreterBuilder, name, function)
+    return before
+
+
+_STOCK = _replace(_corrected())
+
+
+def _refuse_bfloat16(stock: Callable) -> Callable:
+    """A GPU rounds each step of such a sum, in an order of its own; a kernel that sums does so in float32."""
+
+    def apply(self, input):
+        given = input if isinstance(input, tuple) else (input,)
+        if any(_is_bfloat16(tensor.handle) for tensor in given):
+            raise NotImplementedError("a reduction or scan of bfloat16 in the interpreter: reduce in float32")
+        return stock(self, input)
+
+    return apply
+
+
+ReduceScanOpInterface.apply = _refuse_bfloat16(ReduceScanOpInterface.apply)
+
+
+@contextmanager
+def stock_bfloat16() -> Iterator[None]:
+    """The interpreter's own bfloat16, for the tests that must notice it."""
+    corrected = _replace(_STOCK)
+    try:
+        yield
+    finally:
+        _replace(corrected)
 
 
 @contextmanager
