@@ -1,6 +1,7 @@
 """The kernels in CUDA C++, run on a host through the public functions: the harness that the CPU kernels go through.
 
-What only a GPU can show (speed, its own exponential) is not shown here.
+Everything runs twice: in CUDA's words, and in HIP's with the waves of 64 lanes that gfx9 GPUs of AMD's have. What only
+a GPU can show (speed, its own exponential) is not shown here.
 """
 
 import pytest
@@ -18,9 +19,10 @@ CHUNK = 64  # tokens of the scan's chunks
 TILE = 128  # tokens of the convolution's tiles, channels last
 
 
-@pytest.fixture(autouse=True)
-def served(kernel):
-    with served_by_cuda(kernel) as names:
+# HIP's waves of 32 lanes (gfx10 and later) are the warps of CUDA's; test_cuda_waves.py compares the bits of all three.
+@pytest.fixture(autouse=True, params=[("cuda", 32), ("hip", 64)], ids=lambda param: f"{param[0]}{param[1]}")
+def served(request, kernel):
+    with served_by_cuda(kernel, *request.param) as names:
         yield names
 
 

@@ -1,7 +1,8 @@
 """The kernels in CUDA C++ on host threads, under sanitizers: no race, no access outside a tensor or a block's memory.
 
-To the thread sanitizer every CUDA thread is a thread of its own, ordered by barriers and exchanges between lanes only,
-in one block and between the blocks of a launch. The faults put in on purpose show that each watch finds what it is for.
+To the thread sanitizer every CUDA thread is a thread of its own, ordered by barriers only (not by exchanges between
+lanes), in one block and between the blocks of a launch. The faults put in on purpose show that each watch finds what it
+is for.
 """
 
 import os
@@ -9,23 +10,28 @@ import subprocess
 
 import pytest
 
-from tests.harness.cuda import HOST, compile_host
+from tests.harness.cuda import compile_host
 
 # The engine has to tell the sanitizers of its stacks, each in its own way.
 RACES = ("-fsanitize=thread", "-DCUDA_HOST_RACES")
 BOUNDS = ("-fsanitize=address,undefined", "-DCUDA_HOST_BOUNDS")
 
 
-def sanitize(kind, *options):
+# CUDA's words, and HIP's in waves of 64 lanes and of 32.
+WAVES = [("cuda", "32"), ("hip", "64"), ("hip", "32")]
+
+
+def sanitize(kind, *options, words="cuda", wave="32"):
     watch, flag = kind
     target = "sanitize" + watch[len("-fsanitize") :].split(",")[0].replace("=", "-")
-    program = compile_host(target, [HOST / "sanitize.cpp"], [flag], [], watch)
+    program = compile_host(target, "sanitize.cpp", [flag], watch=watch, words=words)
     environment = dict(os.environ, TSAN_OPTIONS="halt_on_error=1")
-    return subprocess.run([str(program), *options], env=environment, capture_output=True, text=True)
+    return subprocess.run([str(program), "--wave", wave, *options], env=environment, capture_output=True, text=True)
 
 
-def test_no_race():
-    done = sanitize(RACES, "--inputs", "4")
+@pytest.mark.parametrize("words, wave", WAVES)
+def test_no_race(words, wave):
+    done = sanitize(RACES, "--inputs", "4", words=words, wave=wave)
     assert done.returncode == 0 and done.stdout == "TRIED 4\n" and not done.stderr, done.stderr
 
 
@@ -40,8 +46,9 @@ def test_a_missing_barrier_is_found(barrier, where):
     assert done.returncode != 0 and "data race" in done.stderr and where in done.stderr, done.stderr
 
 
-def test_no_access_outside():
-    done = sanitize(BOUNDS, "--inputs", "10")
+@pytest.mark.parametrize("words, wave", WAVES)
+def test_no_access_outside(words, wave):
+    done = sanitize(BOUNDS, "--inputs", "10", words=words, wave=wave)
     assert done.returncode == 0 and done.stdout == "TRIED 10\n" and "ERROR" not in done.stderr, done.stderr
 
 

@@ -71,3 +71,19 @@ def test_hip_has_every_name_of_cuda_that_the_kernels_use():
     headers = (ROOT / "tools" / "maintainers" / "hip").glob("*.h")
     given = {name for path in headers for name in names.findall(path.read_text())}
     assert used and used <= given
+
+
+@pytest.mark.parametrize("arch, wave", [("gfx942", 64), ("gfx1030", 32)])
+@pytest.mark.parametrize("name", sorted({row["file"] for row in ROWS}))
+def test_hip_compiles_every_kernel_without_a_spill(name, arch, wave):
+    """Where the toolkit of tools/maintainers/hip_check.py was fetched."""
+    tool = load_tool("hip_check")
+    if not tool.has_toolkit():
+        pytest.skip("no clang for amdgcn with HIP here: python -m tools.maintainers.hip_check fetches one (60 MB)")
+    source = ROOT / "kernel_src" / name
+    assert tool.compiled(source, "host", arch)
+    kernels = tool.kernels_of(tool.compiled(source, "device", arch))
+    assert {kernel for kernel, _ in kernels} >= {row["kernel"] for row in ROWS if row["file"] == name}
+    for kernel, numbers in kernels:
+        assert numbers["wavefront_size"] == wave and numbers["vgpr_spill_count"] == 0, kernel
+        assert numbers["private_segment_fixed_size"] == 0 and numbers["group_segment_fixed_size"] <= 64 * 1024, kernel

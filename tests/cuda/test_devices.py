@@ -48,6 +48,18 @@ def test_every_op_without_a_cuda_kernel_names_what_to_use(kernel):
         assert text.startswith(f"{name}: tensors must be on the CPU, got cuda tensors") and instead in text
 
 
+def test_a_rocm_build_of_torch_is_not_sent_to_a_cuda_variant(kernel, monkeypatch):
+    """Its GPUs are called cuda as well, and no variant serves them."""
+    monkeypatch.setattr(torch.version, "hip", "7.1.0")
+    for name in ("causal_conv1d_fwd", "packing_from_offsets"):
+        op = getattr(kernel._ops.ops, name).default
+        with pytest.raises(NotImplementedError) as error:
+            op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments_of(op))
+        text = str(error.value)
+        assert "use CPU tensors, because there is no ROCm variant of packfree-kernels" in text
+        assert "CUDA variant" not in text and ("causal-conv1d" in text) == name.startswith("causal_conv1d")
+
+
 @pytest.mark.parametrize("name", [*FUNCTIONS, "flash_attn_varlen_func"])
 def test_float64_is_for_the_cpu(name):
     """Each function that tests by name says so before anything is computed, and what to use instead."""

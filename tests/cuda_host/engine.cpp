@@ -16,6 +16,7 @@ namespace cuda_host {
 
 Lane* lane = nullptr;
 Faults faults;
+unsigned wave_lanes = 32;
 
 namespace {
 
@@ -41,7 +42,7 @@ struct Fiber {
   jmp_buf jump;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   Lane lane;
-  const Barrier* waits = nullptr;
+  const unsigned* waits = nullptr;  // the round of what this fiber waits for, and which round it came in
   unsigned round = 0;
   bool started = false, done = false;
 #ifdef CUDA_HOST_RACES
@@ -88,6 +89,13 @@ void GiveWay() {
   }
 }
 
+void WaitFor(const unsigned& round) {
+  current->waits = &round;
+  current->round = round;
+  GiveWay();
+  current->waits = nullptr;
+}
+
 // A fiber's life: one CUDA thread after another.
 void Live() {
   for (;;) {
@@ -99,17 +107,19 @@ void Live() {
   }
 }
 
-void RunBlock(const std::vector<Fiber*>& fibers) {
+void RunBlock(Block& block, const std::vector<Fiber*>& fibers) {
   for (bool left = true; left;) {
     left = false;
     bool moved = false;
     for (Fiber* fiber : fibers) {
       if (fiber->done) continue;
       left = true;
-      if (fiber->waits != nullptr && fiber->waits->round() == fiber->round) continue;
+      if (fiber->waits != nullptr && *fiber->waits == fiber->round) continue;
       Resume(*fiber);
       moved = true;
     }
+    if (moved) continue;
+    for (Wave& wave : block.waves) moved = wave.Meet() || moved;
     if (left && !moved) Fail("threads wait at a barrier that others never reach");
   }
 }
@@ -142,9 +152,7 @@ std::vector<Fiber*> TakeFibers(Block& block, unsigned count, size_t first) {
 
 Block::Block(unsigned number, unsigned blocks, unsigned count)
     : index{number}, grid{blocks}, threads{count}, all(static_cast<int>(count)) {
-  for (unsigned first = 0; first < count; first += 32) {
-    warps.emplace_back(static_cast<int>(std::min(32u, count - first)));
-  }
+  for (unsigned first = 0; first < count; first += wave_lanes) waves.emplace_back(wave_lanes);
 }
 
 Block::~Block() { std::free(shared_); }
@@ -162,17 +170,45 @@ void* Block::Shared(size_t bytes) {
 
 void Barrier::Wait() {
   const unsigned mine = round_;
+  const void* call = __builtin_return_address(0);
+  if (arrived_ > 0 && call != call_) Fail("threads of a block wait at different barriers");
+  call_ = call;
   Before(&order_[mine % 2]);
   if (++arrived_ == threads_) {
     arrived_ = 0;
     ++round_;
   } else {
-    current->waits = this;
-    current->round = mine;
-    GiveWay();
-    current->waits = nullptr;
+    WaitFor(round_);
   }
   After(&order_[mine % 2]);
+}
+
+uint64_t Wave::Exchange(uint64_t value, unsigned source, bool whole) {
+  Waiting& own = waits_[OwnLane()];
+  own = {__builtin_return_address(0), value, ~uint64_t{0}, source, whole};
+  WaitFor(round_);
+  return own.got;
+}
+
+bool Wave::Meet() {
+  bool any = false, same = true;
+  for (Waiting& own : waits_) {
+    if (own.call == nullptr) continue;
+    any = true;
+    if (own.source < waits_.size() && waits_[own.source].call == own.call) own.got = waits_[own.source].given;
+    if (!own.whole) continue;
+    for (const Waiting& other : waits_) same = same && other.call == own.call;
+  }
+  if (!same) Fail("lanes of a warp are missing in an exchange of all of them");
+  for (Waiting& own : waits_) own.call = nullptr;
+  round_ += any;
+  return any;
+}
+
+unsigned WidthOf(int width) {
+  const unsigned lanes = static_cast<unsigned>(width);
+  if (lanes == 0 || lanes > wave_lanes || (lanes & (lanes - 1)) != 0) Fail("an exchange of no width of a wave");
+  return lanes;
 }
 
 void RunGrid(unsigned blocks, unsigned threads, const std::function<void()>& body) {
@@ -185,13 +221,13 @@ void RunGrid(unsigned blocks, unsigned threads, const std::function<void()>& bod
     fibers.push_back(TakeFibers(*made.back(), threads, size_t{number} * threads));
 #else
     fibers.push_back(TakeFibers(*made.back(), threads, 0));
-    RunBlock(fibers.back());
+    RunBlock(*made.back(), fibers.back());
     made.pop_back();
 #endif
   }
 #ifdef CUDA_HOST_RACES
   Before(&begun);
-  for (const std::vector<Fiber*>& block : fibers) RunBlock(block);
+  for (unsigned number = 0; number < blocks; ++number) RunBlock(*made[number], fibers[number]);
   After(&ended);
 #endif
   lane = nullptr;

@@ -1,7 +1,11 @@
 // Blocks of CUDA threads on a host. A fiber stands for each CUDA thread: it has a stack of its own and gives way at
-// barriers, so that a block runs in the same order every time and without the system's scheduler. To the thread
-// sanitizer every fiber is a thread of its own, in order with others only where barriers put it: it sees races that
-// this order hides, those between the blocks of a launch too.
+// barriers and exchanges, so that a block runs in the same order every time and without the system's scheduler. To the
+// thread sanitizer every fiber is a thread of its own, in order with others only where barriers put it: it sees races
+// that this order hides, those between the blocks of a launch too.
+//
+// The kernels are compiled in CUDA's words (cuda/), where a warp is 32 lanes, and in HIP's: tools/maintainers/hip/ on
+// hip/, where a wave is 64 lanes or 32. What lanes of a wave do between exchanges is in no order, which is less than a
+// GPU promises.
 #pragma once
 
 #include <cstddef>
@@ -20,20 +24,39 @@ struct Index {
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
-  // Gives way to other fibers until all threads have come; aborts if some never will.
+  // Gives way to other fibers until all threads have come, all to the same call; aborts if some never will. A GPU of
+  // AMD's counts waves that come, whichever barrier it is that they come to.
   void Wait();
-  unsigned round() const { return round_; }
 
  private:
   int threads_, arrived_ = 0;
   unsigned round_ = 0;
+  const void* call_ = nullptr;
   char order_[2] = {};  // what the sanitizer knows rounds by; two, because the next begins before all have left one
 };
 
-struct Warp {
-  explicit Warp(int threads) : barrier(threads) {}
-  Barrier barrier;
-  uint64_t slots[32];  // what lanes give each other
+// The lanes of a warp, or of a wave of an AMD GPU.
+class Wave {
+ public:
+  explicit Wave(unsigned lanes) : waits_(lanes) {}
+
+  // The value that lane `source` of the wave gives in the same call. Gives way until no other lane can move on; those
+  // that have not come to this call then are not in it, and a NaN stands for what they would give. With `whole` every
+  // lane must come, or the program aborts.
+  uint64_t Exchange(uint64_t value, unsigned source, bool whole);
+
+  // Lets the lanes that wait go on. False: none waits.
+  bool Meet();
+
+ private:
+  struct Waiting {
+    const void* call = nullptr;  // null: this lane does not wait
+    uint64_t given, got;
+    unsigned source;
+    bool whole;
+  };
+  std::vector<Waiting> waits_;
+  unsigned round_ = 0;
 };
 
 class Block {
@@ -45,7 +68,7 @@ class Block {
 
   Index index, grid, threads;
   Barrier all;
-  std::vector<Warp> warps;
+  std::vector<Wave> waves;
 
  private:
   std::mutex mutex_;  // tells the sanitizer that the memory is made before it is used
@@ -67,11 +90,17 @@ struct Faults {
 };
 extern Faults faults;
 
+extern unsigned wave_lanes;  // of a wave: 32, or in HIP's words 64
+
 extern Lane* lane;
 inline Index& ThreadIndex() { return lane->thread; }
 inline Index& BlockIndex() { return lane->block->index; }
 inline Index& BlockExtent() { return lane->block->threads; }
 inline Index& GridExtent() { return lane->block->grid; }
+inline unsigned OwnLane() { return lane->thread.x % wave_lanes; }
+inline Wave& OwnWave() { return lane->block->waves[lane->thread.x / wave_lanes]; }
+// Of an exchange; aborts unless it is a power of two of lanes that a wave has.
+unsigned WidthOf(int width);
 
 // Runs body on every thread of every block.
 void RunGrid(unsigned blocks, unsigned threads, const std::function<void()>& body);

@@ -1,9 +1,9 @@
 // Random calls of the CUDA kernels on a host, for a sanitizer to watch: every tensor is a block of memory of its own.
 //
-//     sanitize [--first N] [--inputs N] [--tokens N] [--skip-barrier N] [--short] [--short-shared]
+//     sanitize [--wave N] [--first N] [--inputs N] [--tokens N] [--skip-barrier N] [--short] [--short-shared]
 //
-// Rows have up to --tokens tokens. The last three are faults on purpose (engine.h; --short: every tensor lacks its last
-// element). Prints TRIED and the number of inputs.
+// A wave has --wave lanes, rows have up to --tokens tokens. The last three are faults on purpose (engine.h; --short:
+// every tensor lacks its last element). Prints TRIED and the number of inputs.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -250,6 +250,7 @@ int main(int count, char** arguments) {
   unsigned first = 0, inputs = 1;
   for (int i = 1; i < count; ++i) {
     const std::string option = arguments[i];
+    if (option == "--wave") cuda_host::wave_lanes = std::atoi(arguments[++i]);
     if (option == "--first") first = std::atoi(arguments[++i]);
     if (option == "--inputs") inputs = std::atoi(arguments[++i]);
     if (option == "--tokens") packfree::most_tokens = std::atoi(arguments[++i]);

@@ -96,6 +96,14 @@ def test_c50_a_cuda_build_of_torch_can_ask_for_the_cpu_variant(resolve):
     assert resolve("cu130", "2.13.0", "x86_64", "Linux")("cpu").variant_str == "torch-stable-abi211-cpu-x86_64-linux"
 
 
+def test_a_rocm_build_of_torch_gets_cpu_kernels_where_they_are_asked_for(repository, resolve):
+    """By the backend, or by the folder, which is what LOCAL_KERNELS may name: there is no ROCm variant."""
+    load, cpu = resolve("rocm71", "2.13.0", "x86_64", "Linux"), "torch-stable-abi211-cpu-x86_64-linux"
+    assert load("cpu").variant_str == load(where=f"build/{cpu}").variant_str == cpu
+    with pytest.raises(FileNotFoundError, match=r"backend \(cpu\) does not match selected backend \(rocm71\)"):
+        load()
+
+
 @pytest.mark.parametrize(
     "backend, torch_version, expected",
     [

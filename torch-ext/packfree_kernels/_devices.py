@@ -49,9 +49,11 @@ def _refusal(name: str):
     other = next((f", or {text}" for start, text in _ON_A_GPU.items() if name.startswith(start)), "")
 
     def refuse(*arguments, **keywords):
+        # A ROCm build of torch calls AMD's GPUs cuda too.
+        ours = "a CUDA variant" if torch.version.hip is None else "CPU tensors, because there is no ROCm variant"
         raise NotImplementedError(
-            f"{name}: tensors must be on the CPU, got cuda tensors, for which this build has no kernel; use a CUDA "
-            f"variant of packfree-kernels{other}"
+            f"{name}: tensors must be on the CPU, got cuda tensors, for which this build has no kernel; use {ours} of "
+            f"packfree-kernels{other}"
         )
 
     return refuse

@@ -1,4 +1,5 @@
-// What the kernels of kernel_src/cuda/ use of CUDA, in HIP's words; see tools/maintainers/hip_check.py. Never run.
+// What the kernels of kernel_src/cuda/ use of CUDA, in HIP's words: tools/maintainers/hip_check.py compiles them for
+// AMD GPUs, and tests/cuda_host runs them on a host in waves of 64 lanes and of 32. Never run on a GPU.
 //
 // Their warp is 32 neighbouring lanes. A wave of an AMD GPU has 32 or 64, and HIP's exchanges take a width; whole warps
 // exchange and nothing else does, so the two halves of a wave of 64 need not know of each other.
@@ -33,7 +34,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, hipDeviceAttribute_t attri
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  kernel<<<config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream>>>(arguments...);
+  hipLaunchKernelGGL(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, arguments...);
   return hipGetLastError();
 }
 

@@ -1,7 +1,5 @@
-// float16 on the host.
+// float16 on the host, by the names that CUDA and HIP share.
 #pragma once
-
-#include "cuda_runtime.h"
 
 struct __half {
   _Float16 value;

@@ -1,0 +1,5 @@
+// float16 on the host.
+#pragma once
+
+#include "cuda_runtime.h"
+#include "half.h"

@@ -1,0 +1,4 @@
+// float16 on the host.
+#pragma once
+
+#include "half.h"
