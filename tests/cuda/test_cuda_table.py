@@ -77,7 +77,7 @@ def test_hip_has_every_name_of_cuda_that_the_kernels_use():
 @pytest.mark.parametrize("name", sorted({row["file"] for row in ROWS}))
 def test_hip_compiles_every_kernel_without_a_spill(name, arch, wave):
     """Where the toolkit of tools/maintainers/hip_check.py was fetched."""
-    tool = load_tool("hip_check")
+    tool = load_tool("maintainers.hip_check")
     if not tool.has_toolkit():
         pytest.skip("no clang for amdgcn with HIP here: python -m tools.maintainers.hip_check fetches one (60 MB)")
     source = ROOT / "kernel_src" / name
