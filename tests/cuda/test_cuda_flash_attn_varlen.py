@@ -114,6 +114,18 @@ def test_choice_of_kernel(kernel, monkeypatch, changes, chosen):
         }
 
 
+@pytest.mark.parametrize("arch, pytorchs", [(80, True), (86, False), (89, False), (90, True), (100, False)])
+def test_dims_that_pytorchs_backward_refuses(kernel, monkeypatch, arch, pytorchs):
+    """200 to 224 on GPUs that have less shared memory than an A100 or H100, or that it does not know."""
+    launcher = module(kernel, "_triton.launch")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    gpu = launcher.Target("cuda", arch, 100, 99 * 1024)
+    for dim in (192, 200, 224, 232):
+        with fake_cuda(), launcher.recorded(gpu), Calls() as calls:
+            call_on_fake_cuda(kernel, dims=(dim, dim))
+        assert calls.names == (BOTH if pytorchs or not 192 < dim <= 224 else NEITHER)
+
+
 def test_deterministic_mode_chooses_ours(kernel, monkeypatch):
     launcher = module(kernel, "_triton.launch")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)

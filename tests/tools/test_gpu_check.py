@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ SCRIPT = [sys.executable, str(ROOT / "tools" / "gpu" / "check.py"), "--build", s
 def run(*options, cuda_devices=""):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": cuda_devices}
     environment.pop("TRITON_INTERPRET")
-    return subprocess.run([*SCRIPT, *options], capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run([*SCRIPT, *options], capture_output=True, text=True, env=environment, timeout=900)
 
 
 def test_without_a_gpu_nothing_is_claimed(tmp_path):
@@ -26,13 +27,59 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path):
 
 
 def test_jobs_and_table_on_the_cpu(tmp_path):
-    done = run("--device", "cpu", "--only", "mamba_inner_fn", "--seconds", "120", "--out", str(tmp_path))
+    done = run("--device", "cpu", "--only", "mamba_inner_fn", "--seconds", "900", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert {job["job"] for job in report["jobs"]} == {f"mamba_inner_fn:{dtype}" for dtype in ("fp32", "bf16", "fp16")}
     assert all(job["passed"] > 0 and not job["left"] and not job["failures"] for job in report["jobs"])
     text = (tmp_path / "gpu.txt").read_text()
     assert "mamba_inner_fn:bf16" in text and max(map(len, text.splitlines())) <= 110
+
+
+STAGES = ("first:selective_scan_fn", "sizes:causal_conv1d_fn", "sanitizer:causal_conv1d_fn", "models:lfm2",
+          "speed:convolution-64", "speed:attention-64")  # fmt: skip
+
+
+def test_stages_on_the_cpu(tmp_path):
+    """In their order; what a machine lacks is said and claims nothing."""
+    done = run("--device", "cpu", "--only", *STAGES, "--seconds", "900", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    found = {job["job"]: job for job in report["jobs"]}
+    assert sorted(found) == sorted(STAGES[:4]) and [job["job"] for job in report["speed"]] == sorted(STAGES[4:])
+    assert not any(job["failures"] for job in (*report["jobs"], *report["speed"]))
+    assert found["first:selective_scan_fn"]["notes"] and found["models:lfm2"]["passed"] == 1
+    assert found["sanitizer:causal_conv1d_fn"]["notes"] == ["compute-sanitizer is not installed"]
+    rows = [row for job in report["speed"] for row in job["rows"]]
+    assert {row["documents"] for row in rows} == {1, 4, 15, 60}
+    assert {row["by"] for row in rows if "error" not in row} >= {"ours", "ours, Triton"}
+    text = (tmp_path / "gpu.txt").read_text()
+    assert "selective_scan_fn" in text and max(map(len, text.splitlines())) <= 110
+
+
+def test_what_is_done_is_written_at_once(kernel, monkeypatch, tmp_path):
+    """A machine that is taken away leaves every job behind that has ended."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gpu"))
+    import check
+
+    options = check.parse(["--device", "cpu", "--only", "first", "--out", str(tmp_path)])
+    seen = []
+
+    def written():
+        return len(json.loads((tmp_path / "gpu.json").read_text())["jobs"])
+
+    def start(job, *_, **__):
+        # The file is written in another thread than this one.
+        deadline = time.monotonic() + 20
+        while written() < len(seen) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(written())
+        return {"job": job, "passed": 1, "failures": [], "seconds": 0.0}
+
+    monkeypatch.setattr(check, "start", start)
+    monkeypatch.setattr(check.os, "cpu_count", lambda: 1)
+    report = check.Run(options, BUILD).everything()
+    assert len(report["jobs"]) == 6 and seen == list(range(6))
 
 
 @pytest.fixture
@@ -49,17 +96,17 @@ def test_what_is_wrong_is_reported_and_ends_nothing(kernel, correctness, monkeyp
     stock = kernel.causal_conv1d_fn
 
     def off(*arguments, **keywords):
-        y, states = stock(*arguments, **keywords)
-        return y * 1.001, states
+        result = stock(*arguments, **keywords)
+        return (result[0] * 1.001, result[1]) if isinstance(result, tuple) else result * 1.001
 
     monkeypatch.setattr(kernel, "causal_conv1d_fn", off)
-    outcome = correctness.check_function("causal_conv1d_fn", "fp32", "cpu", seconds=2)
+    outcome = correctness.check_function(kernel, "causal_conv1d_fn", "fp32", "cpu", seconds=20)
     assert outcome.failures and all("reference: AssertionError" in text for text in outcome.failures)
     assert outcome.passed > 0
 
 
-def test_checks_that_find_no_time_are_counted(correctness):
-    outcome = correctness.check_function("causal_conv1d_fn", "fp32", "cpu", seconds=-1)
+def test_checks_that_find_no_time_are_counted(kernel, correctness):
+    outcome = correctness.check_function(kernel, "causal_conv1d_fn", "fp32", "cpu", seconds=-1)
     assert outcome.passed == 0 and outcome.left > 10 and not outcome.failures
 
 

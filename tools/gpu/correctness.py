@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,11 +21,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass
 class Outcome:
-    """What a job found. ``left`` are checks that its time did not suffice for."""
+    """What a job found. ``left`` are checks that its time or its machine did not suffice for."""
 
     passed: int = 0
     left: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 def use(kernel: ModuleType) -> None:
@@ -48,28 +50,51 @@ def on_device(op: Any, device: str) -> Any:
     return dataclasses.replace(op, run=run)
 
 
-def without_waiting(op: Any, pack: Any, dtype: torch.dtype, device: str) -> None:
-    """Forward and backward, by every spelling, while a wait for the device is an error."""
-    inputs = {
-        name: value.to(device).requires_grad_(value.is_floating_point()) for name, value in op.make(pack, dtype).items()
-    }
-    cuts = [{key: value.to(device) for key, value in op.boundaries(pack, name).items()} for name in op.spellings]
-    weights = [torch.randn_like(value) for value in op.run(inputs, **cuts[0]).values()]  # also compiles what is needed
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+@contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """Inside, a wait for the device is an error."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        for boundaries in cuts:
-            outputs = list(op.run(inputs, **boundaries).values())
-            if outputs[0].requires_grad:
-                leaves = [value for value in inputs.values() if value.requires_grad]
-                torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+        yield
     finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")
 
 
-def _checks(function: str, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], None]]]:
+def without_waiting(kernel: ModuleType, op: Any, pack: Any, dtype: torch.dtype, device: str) -> None:
+    """Forward and backward, by every spelling, while a wait for the device is an error.
+
+    A state for each sequence beside labels or positions is a question for their number: there it is not asked for.
+    """
+    from tests.harness.states import nobody_asks_for_states
+
+    for spelling in op.spellings:
+        cuts = {key: value.to(device) for key, value in op.boundaries(pack, spelling).items()}
+        counted = spelling == "cu_seqlens"
+        inputs = {
+            name: value.to(device).requires_grad_(value.is_floating_point())
+            for name, value in op.make(pack, dtype).items()
+            if counted or op.kind(name) != "states"
+        }
+
+        def outputs(inputs: dict[str, Tensor] = inputs, cuts: dict[str, Tensor] = cuts) -> list[Tensor]:
+            return [value for value in op.run(inputs, **cuts).values() if value is not None]
+
+        with nullcontext() if counted else nobody_asks_for_states(kernel):
+            weights = [torch.randn_like(value) for value in outputs()]  # also compiles what is needed
+            with no_waiting(device):
+                results = outputs()
+                if results[0].requires_grad:
+                    leaves = [value for value in inputs.values() if value.requires_grad]
+                    torch.autograd.grad(results, leaves, weights, allow_unused=True)
+
+
+def _checks(
+    kernel: ModuleType, function: str, dtype: torch.dtype, device: str
+) -> Iterator[tuple[str, Callable[[], None]]]:
     from tests.harness import properties
     from tests.harness.ops import EXACT, WITH_PROJECTIONS
     from tests.harness.packings import Pack
@@ -89,14 +114,19 @@ def _checks(function: str, dtype: torch.dtype, device: str) -> Iterator[tuple[st
             yield f"{label}: packed as alone", partial(properties.check_packed_equals_alone, there, edges, dtype)
             yield f"{label}: isolation", partial(properties.check_isolation, there, edges, dtype, victims=(2, 5))
             yield f"{label}: spellings", partial(properties.check_spellings, there, no_padding, dtype)
-        yield f"{label}: no wait", partial(without_waiting, op, no_padding, dtype, device)
+        yield f"{label}: no wait", partial(without_waiting, kernel, op, no_padding, dtype, device)
 
 
-def check_function(function: str, dtype: str, device: str, seconds: float) -> Outcome:
+def check_function(kernel: ModuleType, function: str, dtype: str, device: str, seconds: float) -> Outcome:
     """All checks of one public function in one dtype, as far as ``seconds`` suffice."""
+    checks = _checks(kernel, function, DTYPES[dtype], device)
+    return run_checks(f"{function}, {dtype}", checks, time.monotonic() + seconds)
+
+
+def run_checks(what: str, checks: Iterable[tuple[str, Callable[[], None]]], deadline: float) -> Outcome:
+    """Run them one after the other until the ``deadline``; what fails is noted under its name."""
     outcome = Outcome()
-    deadline = time.monotonic() + seconds
-    for label, check in _checks(function, DTYPES[dtype], device):
+    for label, check in checks:
         if time.monotonic() > deadline:
             outcome.left += 1
             continue
@@ -106,7 +136,7 @@ def check_function(function: str, dtype: str, device: str, seconds: float) -> Ou
             outcome.passed += 1
         except Exception as error:  # a report of all that is wrong, not of the first
             text = " ".join(str(error).split())[:300]
-            outcome.failures.append(f"{function}, {dtype}, {label}: {type(error).__name__}: {text}")
+            outcome.failures.append(f"{what}, {label}: {type(error).__name__}: {text}")
             if "CUDA error" in text or "illegal memory access" in text:
                 break  # nothing on the device works after that
     return outcome

@@ -10,12 +10,12 @@ way back through its decays, and ``_finish_rows``, which sums a key head's value
 
 Tiles. Chunks of 32 tokens (16 beyond K = 128), so that a product's operands stay in registers: of 64, the addresses and
 descriptors of all products alone fill the registers of a program in the backward walk. Key columns go by up to 128 in
-the walks, shared by eight warps, and by 16 or 32 elsewhere; beyond K = 128 by at most 64, and a program walks with 8
+the walks, shared by eight warps, and by 16 or 32 elsewhere; beyond K = 128 by at most 32, and a program walks with 8
 columns of a state. No loop takes out of it what stays the same in all its rounds (disable_licm): offsets and masks are
-made where they are used, since to keep them all would fill the registers as well. Compiled for sm_80, sm_90, sm_100 and
-gfx942 at K = V = 64, 128 and 256, no kernel spills. The inverse is formed rather than W and U of the WY form: Z = (I +
-M B)^-1 (V - k_start S) is a product of C x C more in the walk, but S takes part before the solve, so sums cancel as in
-the recurrence; and no row of W or U has to be written and read.
+made where they are used, since to keep them all would fill the registers as well. What each takes of sm_80, sm_90,
+sm_100 and gfx942 at K = V = 64, 128 and 256, and the few bytes that spill, is in benchmarks/results. The inverse is
+formed rather than W and U of the WY form: Z = (I + M B)^-1 (V - k_start S) is a product of C x C more in the walk, but
+S takes part before the solve, so sums cancel as in the recurrence; and no row of W or U has to be written and read.
 
 Precision. All products have fp32 operands and three TF32 parts (delta_sizes.precision), because final states and the
 gradients of decays and strengths are fp32 whatever the dtype of q, k and v. With

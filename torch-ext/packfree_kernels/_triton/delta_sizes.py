@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from .._checks import type_error
-from .launch import padded, programs, target
+from .launch import padded, programs, target, walked_rows
 from .work import Blocks, cut_into_blocks, longest_first
 
 # Tokens of a chunk; the note in delta.py tells why not more.
@@ -91,22 +91,23 @@ class Sizes:
         return 8 if self.key_dim > 128 else 16
 
     def _walk_constants(self, rows: int) -> Dict[str, Any]:
-        """The same for kernels that hold a state in registers, in tiles of ``rows``."""
+        """The same for kernels that hold a state in registers, in tiles of ``rows``; of long columns in smaller ones.
+
+        With few columns those are also too small for products of tiles in shared memory (see __init__.py).
+        """
+        rows = 32 if self.key_dim > 128 else walked_rows(self.order, rows)
         return dict(
             self.constants, BK=min(rows, padded(self.key_dim)), BV=self.walk_columns, num_warps=8, num_stages=1
         )  # fmt: skip
 
     @property
     def walk_constants(self) -> Dict[str, Any]:
-        return self._walk_constants(32 if self.key_dim > 128 else 128)
+        return self._walk_constants(128)
 
     @property
     def walk_back_constants(self) -> Dict[str, Any]:
         """Two kinds of rows go by: smaller tiles where their products take operands from registers, before Hopper."""
-        to = target(self.order)
-        if to.backend == "cuda" and to.arch < 90:
-            return self._walk_constants(32)
-        return self._walk_constants(64 if self.key_dim > 128 else 128)
+        return self._walk_constants(32 if self.is_tight else 128)
 
     def walk_programs(self, tensor: Tensor) -> int:
         """As many as run at the same time: one that had to wait for another would hold back long sequences."""

@@ -40,6 +40,9 @@ TARGETS = (SM80, SM90, SM100, GFX942)
 # What a product sums over is no shorter: Triton before 3.8 refuses less. The table of Triton kernels looks at them all.
 SHORTEST = 16
 
+# From this many rows on, products take operands from shared memory on Hopper and sum in tensor memory on Blackwell.
+ROWS_OF_A_WARPGROUP = 64
+
 # Where no GPU decides, as in Triton's interpreter: few programs, so that each strides over several items of work.
 _INTERPRETER = Target("cuda", 80, 3, SM80.shared_memory)
 
@@ -98,6 +101,17 @@ def programs(tensor: Tensor, most: int, per_multiprocessor: int = 1) -> int:
 def padded(size: int) -> int:
     """An axis of ``size`` as ``tl.dot`` takes it: a power of two, :data:`SHORTEST` or more."""
     return max(SHORTEST, 1 << (size - 1).bit_length())
+
+
+def walked_rows(tensor: Tensor, most: int) -> int:
+    """Rows of a tile, at most ``most``, that products change from round to round of a loop.
+
+    On Blackwell too few for products in tensor memory, where Triton before 3.9 lets rounds overtake one another and
+    adds two products to one accumulator in the wrong order (its issues 9871, 10590 and 10821).
+    """
+    gpu = target(tensor)
+    is_blackwell = gpu.backend == "cuda" and gpu.arch >= 100
+    return min(most, ROWS_OF_A_WARPGROUP // 2) if is_blackwell else most
 
 
 def dot_precision(tensor: Tensor) -> str:

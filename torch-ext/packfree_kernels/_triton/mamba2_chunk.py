@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._checks import type_error
-from .launch import dot_precision, launch, padded, programs, target
+from .launch import dot_precision, launch, padded, programs, target, walked_rows
 from .work import Blocks
 
 # Numbers that one program clears at a time.
@@ -31,12 +31,14 @@ class Plan:
         chunk: tokens of a chunk, counted from a sequence's first token. One state a chunk is kept in memory.
         wide: channels and state columns of a tile, at most, where a kernel holds few tiles.
         tight: the same where it holds many.
+        walked: the same of the state that a program walks along a sequence with.
         warps: of a program that holds tiles of chunk by chunk.
     """
 
     chunk: int
     wide: Tuple[int, int]
     tight: Tuple[int, int]
+    walked: Tuple[int, int]
     warps: int
 
 
@@ -48,12 +50,13 @@ def plan_for(x: Tensor) -> Plan:
     """
     gpu = target(x)
     if x.dtype == torch.float32:
-        return Plan(32, (16, 32), (32, 16), 4)
+        return Plan(32, (16, 32), (32, 16), (16, 32), 4)
+    walked = (walked_rows(x, 64), 64)
     if gpu.backend == "hip":
-        return Plan(64, (64, 64), (64, 64), 4)
+        return Plan(64, (64, 64), (64, 64), walked, 4)
     if gpu.arch < 90:
-        return Plan(32, (64, 64), (32, 32), 4)
-    return Plan(64, (64, 64), (32, 32), 8)
+        return Plan(32, (64, 64), (32, 32), walked, 4)
+    return Plan(64, (64, 64), (32, 32), walked, 8)
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,15 @@ def chunk_decay(log_decay, zero, CHUNK: tl.constexpr):
     i = tl.arange(0, CHUNK)[:, None] + zero
     j = tl.arange(0, CHUNK)[None, :]
     exponents = tl.cumsum(tl.where(i > j, log_decay[:, None], 0), 0)
+    return tl.where(i >= j, tl.exp(exponents), 0)
+
+
+@triton.jit
+def transposed_chunk_decay(log_decay, zero, CHUNK: tl.constexpr):
+    """:func:`chunk_decay` at [j, i], made as such."""
+    j = tl.arange(0, CHUNK)[:, None] + zero
+    i = tl.arange(0, CHUNK)[None, :]
+    exponents = tl.cumsum(tl.where(i > j, log_decay[None, :], 0), 1)
     return tl.where(i >= j, tl.exp(exponents), 0)
 
 

@@ -26,6 +26,7 @@ from .._triton.mamba2_chunk import (
     store_rows,
     store_state,
     strides,
+    transposed_chunk_decay,
 )
 from .._triton.work import Blocks, cut_into_blocks, longest_first
 from .triton_fwd import advance_states
@@ -95,7 +96,7 @@ def _return_states(
     """Gradients of the states that ``advance_states`` returns, at their places; fills ``dinitial_state`` if any."""
     d_states = scan.new_states()
     order, walked = longest_first(scan.cu_seqlens)
-    constants = scan.constants(scan.plan.wide)
+    constants = scan.constants(scan.plan.walked)
     tiles = head_tiles(constants) * column_tiles(constants)
     launch(
         _return_states_kernel,
@@ -267,14 +268,16 @@ def _channel_gradients_kernel(
         token = begin + i
         here = token < eos
         is_last = begin + CHUNK >= eos
-        cb = tl.zeros((CHUNK, CHUNK), tl.float32)
+        cb_transposed = tl.zeros((CHUNK, CHUNK), tl.float32)
         for first in range(0, S, BS):
             s = first + tl.arange(0, BS)
             b = load_rows(B + g * b_group, token, here, s, b_token, S)
             c = load_rows(C + g * c_group, token, here, s, c_token, S)
-            cb = tl.dot(c, tl.trans(b), cb, input_precision=PRECISION)
+            cb_transposed = tl.dot(b, tl.trans(c), cb_transposed, input_precision=PRECISION)
         step, from_start, to_end, over = load_steps(steps, tokens, token, here, eos, h, H, CHUNK)
-        read = (cb * chunk_decay(step * rate, zero, CHUNK) * step[None, :]).to(x.dtype.element_ty)
+        # Computed as such: no product's left operand is a result that was transposed (_triton/__init__.py).
+        read_transposed = cb_transposed * transposed_chunk_decay(step * rate, zero, CHUNK) * step[:, None]
+        read_transposed = read_transposed.to(x.dtype.element_ty)
         d_from_start = tl.zeros((CHUNK,), tl.float32)
         along = tl.zeros((CHUNK,), tl.float32)
         d_over = 0.0
@@ -294,7 +297,8 @@ def _channel_gradients_kernel(
                 inter = tl.dot(c, tl.trans(state), inter, input_precision=PRECISION)
             inter *= from_start[:, None]
             if z is not None:
-                out = tl.dot(read, rows, inter, input_precision=PRECISION) + skip[None, :] * rows
+                out = tl.trans(tl.dot(tl.trans(rows), read_transposed, input_precision=PRECISION))
+                out += inter + skip[None, :] * rows
                 gate = load_rows(z + h * z_head, token, here, p, z_token, P).to(tl.float32)
                 sigmoid = tl.sigmoid(gate)
                 d_gate = d_out * out * sigmoid * (1 + gate * (1 - sigmoid))
@@ -317,7 +321,7 @@ def _channel_gradients_kernel(
             along += tl.sum(rows * d_x, 1)
             d_x = d_x * (to_end * step)[:, None] + skip[None, :] * d_out
             # Inside the chunk: dx_j = sum over i of read_ij d_out_i.
-            d_x = tl.dot(tl.trans(read), d_out.to(rows.dtype), d_x, input_precision=PRECISION)
+            d_x = tl.dot(read_transposed, d_out.to(rows.dtype), d_x, input_precision=PRECISION)
             store_rows(dx + h * P, d_x, token, here, p, H * P, P)
         at = around + tokens.to(tl.int64) * h + token
         apart = tokens.to(tl.int64) * H
@@ -403,6 +407,7 @@ def _group_gradients_kernel(
 
     Of B: sum over heads of to_end_j step_j x_j d_state, the gradient of the state behind the chunk, and d_cb^T C.
     Of C: sum over heads of from_start_i d_out_i state, the state before it, and d_cb B.
+    Of B d_cb and what it is made of are held transposed.
     """
     TILES_S: tl.constexpr = (S + BS - 1) // BS
     EACH: tl.constexpr = G * UNITS * TILES_S
@@ -437,14 +442,17 @@ def _group_gradients_kernel(
                     weighted = d_out * from_start[:, None]
                 state = chunk_state(states, slot, callers, n, is_callers, h, p, s, H, P, S)
                 total = tl.dot(weighted.to(rows.dtype), state, total, input_precision=PRECISION)
-                d_read = tl.dot(d_out.to(rows.dtype), tl.trans(rows), d_read, input_precision=PRECISION)
-            decay = chunk_decay(step * tl.load(A + h), zero + tl.minimum(h, 0), CHUNK)
-            d_cb += d_read * decay * step[None, :]
+                if OF_B:
+                    d_read = tl.dot(rows, tl.trans(d_out.to(rows.dtype)), d_read, input_precision=PRECISION)
+                else:
+                    d_read = tl.dot(d_out.to(rows.dtype), tl.trans(rows), d_read, input_precision=PRECISION)
+            log_decay = step * tl.load(A + h)
+            if OF_B:
+                d_cb += d_read * transposed_chunk_decay(log_decay, zero + tl.minimum(h, 0), CHUNK) * step[:, None]
+            else:
+                d_cb += d_read * chunk_decay(log_decay, zero + tl.minimum(h, 0), CHUNK) * step[None, :]
         others = load_rows(other + g * other_group, token, here, s, other_token, S)
-        d_cb = d_cb.to(others.dtype)
-        if OF_B:
-            d_cb = tl.trans(d_cb)
-        total = tl.dot(d_cb, others, total, input_precision=PRECISION)
+        total = tl.dot(d_cb.to(others.dtype), others, total, input_precision=PRECISION)
         to = out + (tl.full((), G * S, tl.int64) * tokens) * unit + g * S
         store_rows(to, total, token, here, s, G * S, S)
     if UNITS == 1:

@@ -69,7 +69,7 @@ def advance_states(scan: ScanInputs, steps: Tensor, final_state: Optional[Tensor
     """States before each chunk but a sequence's first, ``[slots, H, P, S]``; fills ``final_state`` if there is one."""
     states = scan.new_states()
     order, walked = longest_first(scan.cu_seqlens)
-    constants = scan.constants(scan.plan.wide)
+    constants = scan.constants(scan.plan.walked)
     tiles = head_tiles(constants) * column_tiles(constants)
     launch(
         _advance_states,
