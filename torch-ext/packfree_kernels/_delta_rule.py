@@ -17,6 +17,9 @@ from ._checks import (
 )
 from ._dtypes import DTYPES, accumulation_dtype
 from ._gates import sigmoid
+from .context_parallel import recurrences
+from .context_parallel.carry import carried
+from .context_parallel.context import shard_of
 from .packing import Boundaries, Packing, check_cu_seqlens, reads_values, resolve_packing
 
 MAX_HEAD_DIM = 256
@@ -36,6 +39,7 @@ class Options(NamedTuple):
     cu_seqlens_cpu: Optional[Tensor]
     seq_idx: Optional[Tensor]
     position_ids: Optional[Tensor]
+    cp_context: Optional[Any] = None
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -122,14 +126,6 @@ def check_chunk_indices(op: str, chunk_indices: Optional[Tensor], cu_seqlens: Op
         raise value_error(op, "chunk_indices", "come with cu_seqlens, whose chunks they count", "them alone")
 
 
-def refuse_context_parallel(op: str, cp_context: Any) -> None:
-    if cp_context is not None:
-        raise NotImplementedError(
-            f"{op}: cp_context must be None, got {type(cp_context).__name__}: a sequence that is split over several "
-            "devices is not served yet; leave each sequence on one device"
-        )
-
-
 def states_lie_v_first(op: str, state_v_first: bool, transpose_state_layout: Optional[bool]) -> bool:
     """Whether states are ``[V, K]``, by the argument of today or by its old name."""
     if transpose_state_layout is None:
@@ -157,20 +153,20 @@ def _check_host_offsets(op: str, host: Optional[Tensor], given: Optional[Boundar
 
 
 def _checked_states(
-    op: str, options: Options, packing: Packing, shape: Tuple[int, int, int], device: torch.device
+    op: str, options: Options, count: int, shape: Tuple[int, int, int], device: torch.device
 ) -> Tensor:
-    """The caller's states as ``[N, HV, K, V]``; ``shape`` is ``(HV, K, V)``."""
+    """The caller's ``count`` states as ``[N, HV, K, V]``; ``shape`` is ``(HV, K, V)``."""
     state, (value_heads, key_dim, value_dim) = options.initial_state, shape
     check_tensor(op, "initial_state", state, 4)
     check_dtype(op, "initial_state", state, DTYPES)
     check_same_device(op, "initial_state", state, device)
     if options.state_v_first:
-        expected = (packing.num_states, value_heads, value_dim, key_dim)
+        expected = (count, value_heads, value_dim, key_dim)
         check_shape(op, "initial_state", state, expected, "[N, HV, V, K]")
         state = state.transpose(-1, -2)
     else:
-        check_shape(op, "initial_state", state, (packing.num_states, *shape), "[N, HV, K, V]")
-    return packing.spread_states(state)
+        check_shape(op, "initial_state", state, (count, *shape), "[N, HV, K, V]")
+    return state
 
 
 # ---- the call -------------------------------------------------------------------------------------------------------
@@ -195,31 +191,35 @@ def run_packed(
     """
     batch, length, key_heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    boundaries = (options.cu_seqlens, options.seq_idx, options.position_ids)
+    boundaries, shard = (options.cu_seqlens, options.seq_idx, options.position_ids), None
+    if options.cp_context is not None:
+        shard, offsets = shard_of(op, options.cp_context, batch, length, q.device, *boundaries)
+        boundaries = (offsets, None, None)
     has_states = options.initial_state is not None or options.output_final_state
     packing = resolve_packing(op, batch, length, q.device, *boundaries, has_states)
-    _check_host_offsets(op, options.cu_seqlens_cpu, options.cu_seqlens, packing)
+    _check_host_offsets(op, options.cu_seqlens_cpu, boundaries[0], packing)
     scale = key_dim**-0.5 if options.scale is None else checked_finite(op, "scale", options.scale)
     out_dtype, dtype, wide = q.dtype, widest_dtype(q, k, v), sum_dtype(q, k, v)
     initial_state = None
     if options.initial_state is not None:
         shape = (value_heads, key_dim, value_dim)
-        initial_state = _checked_states(op, options, packing, shape, q.device).to(wide)
+        count = packing.num_states if shard is None else shard.begins
+        initial_state = packing.spread_states(_checked_states(op, options, count, shape, q.device)).to(wide)
     g, beta = _finished(op, packing, g.to(wide), beta.to(wide), decay, options)
     q, k, v, g, beta = (packing.mask_padding(tensor, time_dim=1) for tensor in (q, k, v, g, beta))
-    o, final_state = kernel(
+    tokens = (
         q.to(dtype).reshape(packing.tokens, key_heads, key_dim),
         k.to(dtype).reshape(packing.tokens, key_heads, key_dim),
         v.to(dtype).reshape(packing.tokens, value_heads, value_dim),
         g.reshape(packing.tokens, *g.shape[2:]),
         beta.reshape(packing.tokens, value_heads),
-        *gate,
-        packing.cu_seqlens,
-        initial_state,
-        scale,
-        bool(options.l2norm),
-        bool(options.output_final_state),
     )
+    l2norm, want_state = bool(options.l2norm), bool(options.output_final_state)
+    if shard is None:
+        o, final_state = kernel(*tokens, *gate, packing.cu_seqlens, initial_state, scale, l2norm, want_state)
+    else:
+        rule = recurrences.delta_rule(kernel, tokens, gate, scale, l2norm)
+        o, final_state = carried(shard, rule, packing.cu_seqlens, initial_state, want_state)
     o = packing.mask_padding(o.reshape(batch, length, value_heads, value_dim), time_dim=1).to(out_dtype)
     if not options.output_final_state:
         return o, None

@@ -1,6 +1,6 @@
 """Public functions of the causal convolution, under the names and argument order of causal-conv1d."""
 
-from typing import Optional, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from .._checks import (
 )
 from .._dtypes import DTYPES
 from .._ops import ops
+from ..context_parallel.context import shard_of
+from ..context_parallel.halo import conv_halo
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers the gradient
 
@@ -36,6 +38,7 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Optional[Boundaries] = None,
     position_ids: Optional[Tensor] = None,
+    cp_context: Optional[Any] = None,
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Causal depthwise convolution that never looks across the start of a sequence.
 
@@ -57,6 +60,9 @@ def causal_conv1d_fn(
         cu_seqlens: offsets ``[N + 1]`` of packed sequences, int32 or int64, ``B == 1``; tokens after the last are
             padding.
         position_ids: ``[T]``, ``[B, T]`` or 3 or 4 such rows; used where neither of the others is given.
+        cp_context: None, or a :class:`ContextParallel`: the tokens are this rank's shard of a pack that is cut over
+            ranks. It has the boundaries; initial states are of the samples that begin on this rank, final states of
+            those that end on it.
 
         Without boundaries each row is a sequence and N is B. States beside labels or positions on a GPU wait for their
         values once, and need ``cu_seqlens`` under ``torch.compile``.
@@ -81,19 +87,24 @@ def causal_conv1d_fn(
     width = weight.shape[1]
     want_states = return_final_states or final_states_out is not None
     has_states = want_states or initial_states is not None
+    shard = None
+    if cp_context is not None:
+        shard, cu_seqlens = shard_of(op, cp_context, batch, length, x.device, cu_seqlens, seq_idx, position_ids)
     packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids, has_states)
+    begins, ends = (packing.num_states,) * 2 if shard is None else (shard.begins, shard.ends)
     if initial_states is not None:
         check_tensor(op, "initial_states", initial_states, 3)
         check_same_device(op, "initial_states", initial_states, x.device)
-        check_shape(op, "initial_states", initial_states, (packing.num_states, channels, width - 1), "[N, D, W - 1]")
+        check_shape(op, "initial_states", initial_states, (begins, channels, width - 1), "[N, D, W - 1]")
         initial_states = packing.spread_states(initial_states)
     if final_states_out is not None:
         check_tensor(op, "final_states_out", final_states_out, 3)
-        shape = (packing.num_states, channels, width - 1)
-        check_shape(op, "final_states_out", final_states_out, shape, "[N, D, W - 1]")
+        check_shape(op, "final_states_out", final_states_out, (ends, channels, width - 1), "[N, D, W - 1]")
 
     x = packing.mask_padding(x, time_dim=2)
     channels_last = x.stride(1) == 1 and (x.stride(2) != 1 or channels > 1)
+    if shard is not None:
+        initial_states, (x, weight, bias) = conv_halo(shard, x, width, initial_states, (x, weight, bias))
     inner = x.transpose(1, 2) if channels_last else x
     y, final_states = ops.causal_conv1d_fwd(
         inner, weight, bias, packing.cu_seqlens, initial_states, activation is not None, channels_last, want_states
@@ -102,7 +113,7 @@ def causal_conv1d_fn(
     y = packing.mask_padding(y, time_dim=2)
     if not want_states:
         return y
-    final_states = packing.gather_states(final_states)
+    final_states = packing.gather_states(final_states) if shard is None else final_states[:ends]
     if final_states_out is not None:
         final_states = final_states_out.copy_(final_states)
     return (y, final_states) if return_final_states else y

@@ -19,6 +19,7 @@ from .._checks import (
 )
 from .._dtypes import DTYPES
 from .._ops import ops
+from ..context_parallel.attention import shard_of_attention, with_far_keys
 from ..packing import Boundaries, check_cu_seqlens, has_values, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
 from .visible import check_ranges_are_inside, check_visible_keys
@@ -59,6 +60,7 @@ def flash_attn_varlen_func(
     *,
     s_aux: Optional[Tensor] = None,
     visible_keys: Optional[Tensor] = None,
+    cp_context: Optional[Any] = None,
 ) -> Attended:
     """Attention in which each packed sequence sees only its own keys.
 
@@ -96,6 +98,9 @@ def flash_attn_varlen_func(
             a prefix or an image whose tokens see each other both ways, also with a window. ``last < first`` sees
             nothing. Rows after the last offset are not read. Values are checked on a CPU in eager mode; elsewhere a
             range is cut to its sequence, so that no read leaves it.
+        cp_context: None, or a :class:`ContextParallel`: q, k and v are this rank's shard of a pack that is cut over
+            ranks, and ``cu_seqlens_q`` is the context's. Keys and values of samples that cross the cut come from the
+            other ranks. Without dropout.
 
     Returns:
         out ``[Tq, H, V]`` in ``q``'s dtype; with ``return_attn_probs`` the tuple ``(out, softmax_lse, None)``, where
@@ -129,6 +134,10 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     _refuse(op, alibi_slopes=alibi_slopes, block_table=block_table)
     _check_heads(op, q, k, v, 3)
+    shard = None
+    if cp_context is not None:
+        shard, cu_seqlens_q = shard_of_attention(op, cp_context, q, k, cu_seqlens_q, cu_seqlens_k)
+        cu_seqlens_k = None
     offsets_q = check_cu_seqlens(op, cu_seqlens_q, q.shape[0], q.device, "cu_seqlens_q")
     if cu_seqlens_k is None:
         offsets_k = check_cu_seqlens(op, offsets_q, k.shape[0], k.device, "cu_seqlens_q")
@@ -141,6 +150,12 @@ def flash_attn_varlen_func(
     _check_longest(op, "max_seqlen_k", max_seqlen_k, offsets_k)
     if visible_keys is not None:
         visible_keys = check_visible_keys(op, visible_keys, q, causal, checked_window(op, window_size), "[Tq, 2]")
+    if shard is not None:
+        window_size = checked_window(op, window_size)
+        q, k, v, offsets_k, s_aux, causal, window_size, visible_keys = with_far_keys(
+            op, shard, q, k, v, s_aux, causal, window_size, visible_keys, dropout_p
+        )
+    if visible_keys is not None:
         check_ranges_are_inside(op, visible_keys, offsets_q, offsets_k)
     out, lse = _attend(
         op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic,

@@ -14,7 +14,6 @@ from .._delta_rule import (
     check_heads,
     check_no_gate,
     checked_rate,
-    refuse_context_parallel,
     run_packed,
     states_lie_v_first,
     sum_dtype,
@@ -84,7 +83,9 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: a copy of ``cu_seqlens`` on the CPU. Not needed: only compared, where that costs no wait.
         chunk_indices: upstream's list of chunks ``[chunks, 2]``, beside ``cu_seqlens``. Not needed and not read: chunks
             are counted here from ``cu_seqlens``.
-        cp_context: None; a sequence split over several devices is not served yet.
+        cp_context: None, or a :class:`ContextParallel` (or flash-linear-attention's object): the tokens are this rank's
+            shard of a pack that is cut over ranks. It has the boundaries; initial states are of the samples that begin
+            on this rank, final states of those that end on it.
         use_gate_in_kernel: compute the log-decay here, ``-exp(A_log) softplus(g + dt_bias)``, in fp32. It is finite for
             any ``A_log``, as are its gradients.
         A_log: ``[HV]`` or any shape of HV elements, any floating dtype. Only with ``use_gate_in_kernel``, which
@@ -113,7 +114,7 @@ def chunk_gated_delta_rule(
         ValueError: shapes that do not fit, a head dim above 256, HV no multiple of H, a state of another shape or
             number, a tensor on another device, a gate's argument without ``use_gate_in_kernel`` or one that is missing
             with it, or malformed or contradictory boundaries.
-        NotImplementedError: ``cp_context``, a second derivative, or one in forward mode.
+        NotImplementedError: a second derivative, or one in forward mode; ``cp_context`` under ``torch.compile``.
 
     Example:
         >>> # two samples of 5 and 8 tokens in one row
@@ -125,7 +126,6 @@ def chunk_gated_delta_rule(
     this folder.
     """
     op = "chunk_gated_delta_rule"
-    refuse_context_parallel(op, cp_context)
     check_chunks(op, chunk_size, (16, 32, 64))
     check_chunk_indices(op, chunk_indices, cu_seqlens)
     check_heads(op, q, k, v)
@@ -134,7 +134,7 @@ def chunk_gated_delta_rule(
     options = Options(
         scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         states_lie_v_first(op, state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu, seq_idx,
-        position_ids,
+        position_ids, cp_context,
     )  # fmt: skip
     decay = _checked_gate(op, use_gate_in_kernel, A_log, dt_bias, q, k, v)
     return run_packed(op, ops.gated_delta_rule_fwd, q, k, v, g, beta, (), options, decay)

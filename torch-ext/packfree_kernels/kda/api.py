@@ -13,7 +13,6 @@ from .._delta_rule import (
     check_no_gate,
     checked_finite,
     checked_rate,
-    refuse_context_parallel,
     run_packed,
     states_lie_v_first,
     sum_dtype,
@@ -90,7 +89,9 @@ def chunk_kda(
         disable_recompute: upstream keeps more for the backward pass. Here it always recomputes; changes nothing.
         return_intermediate_states: False; the states before each chunk are not kept.
         cu_seqlens, cu_seqlens_cpu, seq_idx, position_ids: boundaries, as in :func:`chunk_gated_delta_rule`.
-        cp_context: None; a sequence split over several devices is not served yet.
+        cp_context: None, or a :class:`ContextParallel` (or flash-linear-attention's object): the tokens are this rank's
+            shard of a pack that is cut over ranks. It has the boundaries; initial states are of the samples that begin
+            on this rank, final states of those that end on it.
         use_graph: upstream makes launches that fit every content of ``cu_seqlens``, so that a graph captured from them
             can be replayed. Launches depend on shapes alone here in any case; changes nothing.
         max_num_seqs: with ``use_graph`` the number of sequences in ``cu_seqlens``, empty ones included, or None.
@@ -113,8 +114,8 @@ def chunk_kda(
         ValueError: shapes that do not fit, a head dim above 256, HV no multiple of H, a state of another shape or
             number, a gate argument without ``use_gate_in_kernel`` or one that is missing with it, a tensor on another
             device, or malformed or contradictory boundaries.
-        NotImplementedError: ``return_intermediate_states``, ``cp_context``, a second derivative, or one in forward
-            mode.
+        NotImplementedError: ``return_intermediate_states``, a second derivative, or one in forward mode; ``cp_context``
+            under ``torch.compile``.
 
     Example:
         >>> # two samples of 5 and 8 tokens in one row
@@ -126,7 +127,6 @@ def chunk_kda(
     in this folder.
     """
     op = "chunk_kda"
-    refuse_context_parallel(op, cp_context)
     if return_intermediate_states:
         raise NotImplementedError(
             f"{op}: return_intermediate_states must be False, got {return_intermediate_states!r}: the states before "
@@ -141,7 +141,7 @@ def chunk_kda(
     options = Options(
         scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         states_lie_v_first(op, state_v_first, transpose_state_layout), cu_seqlens, cu_seqlens_cpu, seq_idx,
-        position_ids,
+        position_ids, cp_context,
     )  # fmt: skip
     return run_packed(op, ops.kda_fwd, q, k, v, g, beta, gate, options)
 

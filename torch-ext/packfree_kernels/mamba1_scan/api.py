@@ -1,6 +1,6 @@
 """Public functions of Mamba-1, under the names and argument order of mamba-ssm."""
 
-from typing import Optional, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from .._checks import (
 from .._dtypes import DTYPES, accumulation_dtype
 from .._ops import ops
 from ..causal_conv1d import causal_conv1d_fn
+from ..context_parallel import recurrences
+from ..context_parallel.carry import carried
+from ..context_parallel.context import shard_of
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers the gradient
 
@@ -39,6 +42,7 @@ def selective_scan_fn(
     cu_seqlens: Optional[Boundaries] = None,
     position_ids: Optional[Tensor] = None,
     initial_states: Optional[Tensor] = None,
+    cp_context: Optional[Any] = None,
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Selective state-space scan that starts anew, or from a given state, at each sequence's first token.
 
@@ -64,6 +68,9 @@ def selective_scan_fn(
             padding.
         position_ids: ``[T]``, ``[B, T]`` or 3 or 4 such rows; used where neither of the others is given.
         initial_states: ``[S, D, N]`` or None (zeros), the state before each sequence.
+        cp_context: None, or a :class:`ContextParallel`: the tokens are this rank's shard of a pack that is cut over
+            ranks. It has the boundaries; initial states are of the samples that begin on this rank, final states of
+            those that end on it.
 
         Without boundaries each row is a sequence and S is B. States beside labels or positions on a GPU wait for their
         values once, and need ``cu_seqlens`` under ``torch.compile``.
@@ -103,9 +110,13 @@ def selective_scan_fn(
     if z is not None:
         _check(op, "z", z, u, (batch, channels, length), "[B, D, T]")
     has_states = return_last_state or initial_states is not None
+    shard = None
+    if cp_context is not None:
+        shard, cu_seqlens = shard_of(op, cp_context, batch, length, u.device, cu_seqlens, seq_idx, position_ids)
     packing = resolve_packing(op, batch, length, u.device, cu_seqlens, seq_idx, position_ids, has_states)
     if initial_states is not None:
-        _check(op, "initial_states", initial_states, u, (packing.num_states, channels, states), "[S, D, N]")
+        count = packing.num_states if shard is None else shard.begins
+        _check(op, "initial_states", initial_states, u, (count, channels, states), "[S, D, N]")
         initial_states = packing.spread_states(initial_states)
 
     u, delta = packing.mask_padding(u, time_dim=2), packing.mask_padding(delta, time_dim=2)
@@ -113,21 +124,13 @@ def selective_scan_fn(
     channels_last = u.stride(1) == 1 and (u.stride(2) != 1 or channels > 1)
     delta, B, C = (_kernel_dtype(x, u) for x in (delta, B, C))
     z = None if z is None else _kernel_dtype(packing.mask_padding(z, time_dim=2), u)
-    y, last_states = ops.mamba1_scan_fwd(
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        packing.cu_seqlens,
-        initial_states,
-        bool(delta_softplus),
-        channels_last,
-        bool(return_last_state),
-    )
+    inputs = (u, delta, A, B, C, D, z, delta_bias)
+    steps, want_state = (bool(delta_softplus), channels_last), bool(return_last_state)
+    if shard is None:
+        y, last_states = ops.mamba1_scan_fwd(*inputs, packing.cu_seqlens, initial_states, *steps, want_state)
+    else:
+        rule = recurrences.mamba1(ops.mamba1_scan_fwd, inputs, steps, accumulation_dtype(u))
+        y, last_states = carried(shard, rule, packing.cu_seqlens, initial_states, want_state)
     y = packing.mask_padding(y.transpose(1, 2) if channels_last else y, time_dim=2)
     return (y, packing.gather_states(last_states)) if return_last_state else y
 

@@ -1,6 +1,6 @@
 """Mamba-2's scan and its one-token update, under the names and argument order of mamba-ssm."""
 
-from typing import Optional, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .._checks import (
 )
 from .._dtypes import DTYPES, accumulation_dtype, dtype_name
 from .._ops import ops
+from ..context_parallel import recurrences
+from ..context_parallel.carry import carried
+from ..context_parallel.context import shard_of
 from ..packing import Boundaries, resolve_packing
 from . import autograd  # noqa: F401  registers fakes and gradients
 
@@ -44,6 +47,7 @@ def mamba_chunk_scan_combined(
     state_dtype: Optional[torch.dtype] = None,
     *,
     position_ids: Optional[Tensor] = None,
+    cp_context: Optional[Any] = None,
 ) -> Result:
     """Mamba-2's state space recurrence, chunk by chunk, each sequence for itself.
 
@@ -75,6 +79,9 @@ def mamba_chunk_scan_combined(
         position_ids: positions ``[T]``, ``[B, T]``, ``[3, B, T]`` or ``[4, B, T]``; used if neither of the other two is
             given. Without any boundaries each row is one sequence. States beside labels or positions on a GPU wait for
             their values once, and need ``cu_seqlens`` under ``torch.compile``.
+        cp_context: None, or a :class:`ContextParallel`: the tokens are this rank's shard of a pack that is cut over
+            ranks. It has the boundaries; initial states are of the samples that begin on this rank, final states of
+            those that end on it.
 
     Returns:
         ``y`` ``[B, T, H, P]`` in x's dtype, exactly 0 at padding tokens; with ``return_final_states``, with
@@ -118,6 +125,9 @@ def mamba_chunk_scan_combined(
     dt_min, dt_max = _checked_limit(op, dt_limit)
     want_states = return_final_states or return_varlen_states
     has_states = want_states or initial_states is not None
+    shard = None
+    if cp_context is not None:
+        shard, cu_seqlens = shard_of(op, cp_context, batch, length, x.device, cu_seqlens, seq_idx, position_ids)
     packing = resolve_packing(op, batch, length, x.device, cu_seqlens, seq_idx, position_ids, has_states)
     wide = accumulation_dtype(x)
     D = _checked_skip(op, D, x)
@@ -126,12 +136,13 @@ def mamba_chunk_scan_combined(
         check_shape(op, "dt_bias", dt_bias, (heads,), "[H]")
     if initial_states is not None:
         _check_parameter(op, "initial_states", initial_states, x)
-        shape = (packing.num_states, heads, head_dim, state_dim)
+        count = packing.num_states if shard is None else shard.begins
+        shape = (count, heads, head_dim, state_dim)
         check_shape(op, "initial_states", initial_states, shape, "[N, H, P, S]")
         initial_states = packing.spread_states(initial_states.to(wide))
     x, dt, B, C = (packing.mask_padding(tensor, time_dim=1) for tensor in (x, dt, B, C))
     z = None if z is None else packing.mask_padding(z, time_dim=1)
-    y, states = ops.mamba2_scan_fwd(
+    inputs = (
         x.reshape(packing.tokens, heads, head_dim),
         dt.reshape(packing.tokens, heads).to(wide),
         A.to(wide),
@@ -140,13 +151,13 @@ def mamba_chunk_scan_combined(
         None if D is None else D.to(wide),
         None if z is None else z.reshape(packing.tokens, heads, head_dim),
         None if dt_bias is None else dt_bias.to(wide),
-        packing.cu_seqlens,
-        initial_states,
-        bool(dt_softplus),
-        dt_min,
-        dt_max,
-        bool(want_states),
     )
+    steps, want_states = (bool(dt_softplus), dt_min, dt_max), bool(want_states)
+    if shard is None:
+        y, states = ops.mamba2_scan_fwd(*inputs, packing.cu_seqlens, initial_states, *steps, want_states)
+    else:
+        rule = recurrences.mamba2(ops.mamba2_scan_fwd, inputs, steps, wide)
+        y, states = carried(shard, rule, packing.cu_seqlens, initial_states, want_states)
     y = packing.mask_padding(y.reshape(batch, length, heads, head_dim), time_dim=1).to(out_dtype)
     if not want_states:
         return y

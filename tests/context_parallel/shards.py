@@ -1,0 +1,92 @@
+"""What runs on the ranks: an op on shards, compared with the same op on the whole pack."""
+
+import random
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.kernel import load_kernel
+from tests.harness.ops import EXACT
+from tests.harness.packings import Pack
+from tests.harness.properties import cotangents, run_with_gradients
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def random_pack(seed, ranks):
+    """Samples (some empty, many of one token), padding now and then, and a cut at any tokens, empty shards too."""
+    draw = random.Random(seed)
+    lengths = [draw.choice([0, 1, 1, 2, 3, 5, 9, 20, 40]) for _ in range(draw.randint(1, 6))]
+    pack = Pack(f"seed {seed}", tuple(lengths), draw.choice([0, 0, 0, 3]))
+    marks = sorted(draw.randint(0, pack.tokens) for _ in range(ranks - 1))
+    return pack, [stop - start for start, stop in zip([0, *marks], [*marks, pack.tokens])]
+
+
+def shard(op, tensors, context):
+    """This rank's part of ``tensors``: its tokens, and the states of samples that begin (inputs) or end here."""
+    begin = sum(context.lengths[: context.rank])
+    first, last = states_of(context)
+    parts = {}
+    for name, value in tensors.items():
+        if op.kind(name) == "tokens":
+            value = value.narrow(op.token_axis[op.base(name)], begin, context.tokens)
+        elif op.kind(name) == "states":
+            lower, count = first if "initial" in name else last
+            value = value.narrow(0, lower, count)
+        parts[name] = value
+    return parts
+
+
+def states_of(context):
+    """The first sample and the number of those that begin on this rank, and of those that end here."""
+    cut, before = context.cut, range(context.rank)
+    parts = [len(cut.local_offsets(rank)) - 1 for rank in before]
+    begun = sum(parts) - sum(cut.entering(rank) is not None for rank in before)
+    ended = sum(parts) - sum(cut.leaving(rank) is not None for rank in before)
+    return (begun, context.begins), (ended, context.ends)
+
+
+def compare(group, name, case, pack, lengths, dtype, repeat=False):
+    """Outputs, states and gradients of the shards are those of the whole pack; and the same bits a second time."""
+    kernel = load_kernel()
+    torch.manual_seed(0)
+    op = EXACT[name][case]()
+    whole = op.make(pack, dtype)
+    expected = run_with_gradients(lambda leaves: op.run(leaves, **op.boundaries(pack)), whole)
+    weights = cotangents(op.run(whole, **op.boundaries(pack)))
+    context = kernel.ContextParallel(group, pack.cu_seqlens, lengths)
+    given = {"cp_context": context}
+    if name == "flash_attn_varlen_func":
+        given["cu_seqlens_q"] = context.cu_seqlens
+    inputs, local = shard(op, whole, context), shard(op, weights, context)
+
+    def run():
+        return run_with_gradients(lambda leaves: op.run(leaves, **given), inputs, local)
+
+    got = run()
+    if repeat:
+        again = run()
+        for key in got:
+            assert torch.equal(got[key], again[key]), key
+    for key in got:
+        if op.kind(key) == "parameter":
+            dist.all_reduce(got[key], group=group)
+    wanted = shard(op, expected, context)
+    assert got.keys() == wanted.keys()
+    limit = TOLERANCE[dtype]
+    for key, want in wanted.items():
+        scale = max(1.0, float(expected[key].nan_to_num(0, 0, 0).abs().max())) if expected[key].numel() else 1.0
+        assert got[key].shape == want.shape, (key, got[key].shape, want.shape)
+        torch.testing.assert_close(
+            got[key], want, rtol=0, atol=limit * scale, equal_nan=True,
+            msg=lambda text, key=key: f"{name} case {case}, {pack.lengths} cut {lengths}, {key}: {text}",
+        )  # fmt: skip
+
+
+def many(group, name, seeds, dtype):
+    """Random packs, each with another of the op's cases."""
+    ranks = dist.get_world_size(group)
+    for seed in seeds:
+        pack, lengths = random_pack(seed, ranks)
+        compare(group, name, seed % len(EXACT[name]), pack, lengths, dtype, repeat=seed % 5 == 0)
+    return len(seeds)
