@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.context_parallel import shards
+from tests.context_parallel import layers, shards
 from tests.harness.packings import Pack
 
 OPS = [
@@ -46,3 +46,22 @@ CUTS = {
 def test_cuts(ranks, name, cut):
     samples, lengths = CUTS[cut]
     ranks.run(shards.compare, name, 0, Pack(cut, samples), lengths, torch.float64, True)
+
+
+STACKS = [
+    ((30, 12), [11, 3, 17, 11]),
+    ((5, 40, 1, 3), [0, 30, 2, 17]),
+    ((4, 4, 4, 4), [4, 4, 4, 4]),
+    ((9,), [2, 0, 7, 0]),
+]
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+@pytest.mark.parametrize("samples, lengths", STACKS)
+def test_layers_on_top_of_one_another(ranks, samples, lengths, checkpointed):
+    """Calls beside one another, whose backward passes come in the same order on ranks with different roles."""
+    ranks.run(layers.compare, samples, lengths, checkpointed)
+
+
+def test_states_are_not_rounded_under_autocast(ranks):
+    ranks.run(layers.states_under_autocast)

@@ -43,14 +43,12 @@ class ContextParallel:
     def __init__(self, group: Any, cu_seqlens: Boundaries, lengths: Optional[Sequence[int]] = None) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        error, cut = None, None
         try:
             cut = _checked_cut(cu_seqlens, lengths, self.world_size)
-        except (TypeError, ValueError) as caught:
-            error = caught
+        except (TypeError, ValueError):
+            gather_numbers(self.group, _summary(None))  # the others wait for it, and learn why
+            raise
         self._compare(cut)
-        if error is not None:
-            raise error
         self._set(cut)
 
     def _set(self, cut: Cut) -> None:
@@ -63,12 +61,11 @@ class ContextParallel:
         self._on_device: Dict[torch.device, Tensor] = {self.cu_seqlens.device: self.cu_seqlens}
         self._tag = 0
 
-    def _compare(self, cut: Optional[Cut]) -> None:
-        """Every rank has the same cut, or every rank raises. A rank without one (None) raises by itself."""
-        numbers = [0, 0, 0, 0] if cut is None else [1, len(cut.offsets), cut.starts[-1], _checksum(cut)]
-        everyone = gather_numbers(self.group, numbers)
+    def _compare(self, cut: Cut) -> None:
+        """Every rank has the same cut, or every rank raises."""
+        everyone = gather_numbers(self.group, _summary(cut))
         wrong = [rank for rank, (well, *_) in enumerate(everyone) if not well]
-        if wrong and cut is not None:
+        if wrong:
             raise value_error(_NAME, "cu_seqlens", "be the same on every rank", f"malformed ones on rank {wrong[0]}")
         for rank, told in enumerate(everyone):
             if told != everyone[0]:
@@ -96,8 +93,12 @@ def _told(numbers: Sequence[int]) -> str:
     return f"{count} offsets over {tokens} tokens (checksum {checksum % 2**24:06x})"
 
 
-def _checksum(cut: Cut) -> int:
-    return int.from_bytes(hashlib.sha256(repr((cut.offsets, cut.lengths)).encode()).digest()[:7], "big")
+def _summary(cut: Optional[Cut]) -> List[int]:
+    """What ranks compare: whether there is a cut, its number of offsets and of tokens, and a checksum of all."""
+    if cut is None:
+        return [0, 0, 0, 0]
+    checksum = int.from_bytes(hashlib.sha256(repr((cut.offsets, cut.lengths)).encode()).digest()[:7], "big")
+    return [1, len(cut.offsets), cut.starts[-1], checksum]
 
 
 def _checked_cut(cu_seqlens: Boundaries, lengths: Optional[Sequence[int]], ranks: int) -> Cut:

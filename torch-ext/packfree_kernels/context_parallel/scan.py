@@ -69,6 +69,11 @@ def exclusive_scan(group: Any, tag: int, kind: Kind, seats: Sequence[Seat]) -> L
     ``2^d - 1`` places in front of it as one (``before``), and with its own as another (``through``). A message is one
     map, whatever the number of tokens or ranks.
     """
+    with torch.autocast(kind.device.type, enabled=False):  # which would round states
+        return _scan(group, tag, kind, seats)
+
+
+def _scan(group: Any, tag: int, kind: Kind, seats: Sequence[Seat]) -> List[Optional[Tensor]]:
     before: List[Optional[Map]] = [None] * len(seats)
     through = [seat.own for seat in seats]
     distance = 1
@@ -132,8 +137,8 @@ class CarriedState(torch.autograd.Function):
         dC = next((G for G in exclusive_scan(shard.group, ctx.tag + 1, kind, seats) if G is not None), None)
         dM = None
         if M is not None:
-            dM = dC * entered if kind.elementwise else dC @ entered.transpose(-1, -2)
-            dM = dM.sum_to_size(kind.M)
+            with torch.autocast(kind.device.type, enabled=False):
+                dM = kind.times(dC, kind.transposed(entered)).sum_to_size(kind.M)
         return (None, None, dM, dC, *d_through)
 
 
