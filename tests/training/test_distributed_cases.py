@@ -1,6 +1,6 @@
 """Faults of training on several ranks: heads split over ranks, and ranks whose packs are nothing alike.
 
-This package has no function that cuts boundaries over ranks; whoever splits heads hands every rank the same ones.
+Heads alone are split here, so every rank has the same boundaries; packs cut over ranks are in tests/context_parallel.
 """
 
 import sys
