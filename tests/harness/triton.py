@@ -95,6 +95,9 @@ def _replace(functions: Dict[str, Callable]) -> Dict[str, Callable]:
 
 
 _STOCK = _replace(_corrected())
+# Older releases do not make a constant of that dtype at all.
+if not hasattr(InterpreterBuilder, "get_bf16"):
+    InterpreterBuilder.get_bf16 = lambda self, value: _encoded(np.array([value], dtype=np.float32))
 
 
 def _refuse_bfloat16(stock: Callable) -> Callable:
