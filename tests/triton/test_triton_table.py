@@ -75,7 +75,7 @@ class _Source:
 
 def test_a_new_name_is_no_new_kernel():
     """A row stays that of its kernel where variables and arguments are renamed, and nothing else."""
-    code_of = load_tool("maintainers.triton_table").code_of
+    code_of = load_tool("maintainers.triton_code").code_of
     code = "def kernel(x, count, N: C):\n    for i in range(count):\n        rows = x + i\n        store(rows, N)\n"
     renamed = code.replace("rows", "values").replace("count", "most").replace("def kernel(x", "def kernel(q")
     assert code_of(_Source(code)) == code_of(_Source(renamed.replace("= x", "= q")))
