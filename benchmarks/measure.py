@@ -15,17 +15,21 @@ from pathlib import Path
 
 import torch
 from case import TOLERANCE, Case
-from quiet import Machine
+from quiet import Machine, product
 from torch import Tensor
 
 MIN_ROUNDS = 7
 MAX_ROUNDS = 41
 SECONDS_PER_MEASUREMENT = 1.0
+# A peer so slow gets fewer rounds: a stock function in bfloat16 on a CPU without products of it takes half a minute.
+SLOW_SECONDS, SLOW_ROUNDS = 2.0, 3
 # Each function's turn: as many calls as fit, with at least so many turns; the machine is looked at between turns.
 SECONDS_PER_TURN = 0.1
 TURNS = 4
 # For all functions of one row together, to wait for a machine that is undisturbed.
 PATIENCE_SECONDS = 25.0
+# For the limits of the machine.
+LARGEST_PRODUCT, SECONDS_PER_PRODUCT = 2048, 1.0
 PEAK_SOURCE = Path(__file__).with_name("peak.cpp")
 
 
@@ -124,19 +128,20 @@ def time_case(case: Case, direction: str, machine: Machine) -> tuple[dict[str, T
     functions = {"ours": case.ours, "alone": case.alone, "stock_pack": case.stock_pack}
     runners = {name: _runner(function, case, direction) for name, function in functions.items() if function is not None}
     seconds: dict[str, list[float]] = {name: [] for name in runners}
-    started = time.perf_counter()
-    for run in runners.values():
-        run()
-    once = time.perf_counter() - started
+    once_each = {name: _seconds(run, 1)[0] for name, run in runners.items()}
+    once = sum(once_each.values())
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(SECONDS_PER_MEASUREMENT / once)))
+    rounds_each = {name: rounds if each < SLOW_SECONDS else SLOW_ROUNDS for name, each in once_each.items()}
     turn = max(1, min(rounds // TURNS, int(SECONDS_PER_TURN / once)))
     deadline = time.perf_counter() + PATIENCE_SECONDS
     quiet = True
     gc.collect()
     gc.disable()
     try:
-        for _ in range(0, rounds, turn):
+        for done in range(0, rounds, turn):
             for name, run in runners.items():
+                if done >= rounds_each[name]:
+                    continue
                 taken, undisturbed = machine.undisturbed(lambda run=run: _seconds(run, turn), deadline)
                 seconds[name] += taken
                 quiet = quiet and undisturbed
@@ -153,13 +158,13 @@ def machine_limits() -> dict[str, float]:
     """What this machine can do at best, with torch's number of threads.
 
     ``fp32`` and ``bf16``: flops a second, the better of a loop of multiply-adds in registers (fp32; needs g++) and
-    torch's matmul of 2,048 squared. ``copy``: bytes read and written a second by copying 256 MB.
+    torch's matmul of 2,048 squared, or smaller where that takes too long. ``copy``: bytes read and written a second by
+    copying 256 MB.
     """
     limits = {"fp32": _multiply_add_peak(torch.get_num_threads()), "bf16": 0.0, "copy": 0.0}
-    size = 2048
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-        limits[name] = max(limits[name], 2 * size**3 / _best_seconds(lambda a=left, b=right: a @ b))
+        run, size = product(dtype, LARGEST_PRODUCT, SECONDS_PER_PRODUCT)
+        limits[name] = max(limits[name], 2 * size**3 / _best_seconds(run))
     source = torch.randn(32 << 20)
     target = torch.empty_like(source)
     limits["copy"] = 2 * source.nbytes / _best_seconds(lambda: target.copy_(source))

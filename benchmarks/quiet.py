@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,14 +18,35 @@ import torch
 # Seen on two virtual cores of a Xeon: 0.75 to 1 while undisturbed, 0.3 to 0.5 while not.
 QUIET_SHARE = 0.7
 PAUSE_SECONDS = 0.1
-SIZE = 768
+# A look at the machine is three tries of each product, before and after whatever is measured.
+LARGEST_SIZE, SMALLEST_SIZE = 768, 128
+SECONDS_PER_PRODUCT = 0.03
 
 Result = TypeVar("Result")
 
 
+def product(dtype: torch.dtype, largest: int, seconds: float) -> tuple[Callable[[], object], int]:
+    """A product of two square matrices that takes at most about ``seconds``, and its number of rows.
+
+    ``largest`` rows where the CPU is fast enough, else a half, a quarter, ...: without products of bfloat16 it takes
+    forty times as long for one in bfloat16 as for one in fp32.
+    """
+    size = largest
+    while size > SMALLEST_SIZE:
+        size //= 2
+    while True:
+        operand = torch.randn(size, size).to(dtype)
+        run = partial(torch.matmul, operand, operand)
+        run()  # The first one sets up.
+        started = time.perf_counter()
+        run()
+        if 2 * size > largest or 8 * (time.perf_counter() - started) > seconds:
+            return run, size
+        size *= 2
+
+
 def _products() -> list[Callable[[], object]]:
-    operands = [torch.randn(SIZE, SIZE).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    return [lambda a=operand: a @ a for operand in operands]
+    return [product(dtype, LARGEST_SIZE, SECONDS_PER_PRODUCT)[0] for dtype in (torch.float32, torch.bfloat16)]
 
 
 class Machine:

@@ -81,12 +81,15 @@ def main() -> int:
     out = arguments.out or (None if partial else ROOT / "benchmarks" / "results")
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    # Each line when it is known, also into a file.
+    sys.stdout.reconfigure(line_buffering=True)
     try:
         kernel = get_local_kernel(ROOT / "build")
     except FileNotFoundError:
         print("bench: no CPU variant in build/: run `make build` first", file=sys.stderr)
         return 1
     name = f"{cpu_name()}, {torch.get_num_threads()} threads, tier {kernel.cpu_tier()}, torch {torch.__version__}"
+    print("looking at what this machine can do, some seconds ...")
     limits = machine_limits()
     machine = Machine()
     machine.get_acquainted(ACQUAINTANCE_SECONDS)

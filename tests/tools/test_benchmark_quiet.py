@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 SOURCE = Path(__file__).resolve().parents[2] / "benchmarks" / "quiet.py"
 
@@ -77,3 +78,21 @@ def test_one_slow_piece_of_work_disturbs(acquainted):
     world.disturbed = lambda now: True
     assert machine.share() == pytest.approx(0.5)
     assert not machine.is_quiet()
+
+
+def test_a_slow_dtype_gets_a_smaller_product(monkeypatch):
+    """A CPU without products of a dtype would spend minutes on each look at the machine."""
+    spec = importlib.util.spec_from_file_location("quiet_of_products", SOURCE)
+    quiet = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quiet)
+    now = [0.0]
+
+    def slow_in_bfloat16(left, right):
+        now[0] += left.shape[0] ** 3 * (1e-9 if left.dtype == torch.bfloat16 else 1e-12)
+        return left
+
+    monkeypatch.setattr(quiet.torch, "matmul", slow_in_bfloat16)
+    monkeypatch.setattr(quiet.time, "perf_counter", lambda: now[0])
+    assert quiet.product(torch.float32, 768, 0.03)[1] == 768
+    assert quiet.product(torch.bfloat16, 768, 0.03)[1] == 192
+    assert quiet.product(torch.bfloat16, 2048, 1e-9)[1] == 128
