@@ -12,6 +12,12 @@
 
 namespace packfree {
 
+// The sequence that a token before the end belongs to.
+inline int64_t SequenceOf(const PackingView& packing, int64_t token) {
+  return std::upper_bound(packing.cu_seqlens, packing.cu_seqlens + packing.num_sequences, token) - packing.cu_seqlens -
+         1;
+}
+
 // One recurrence to run: a sequence and a head, or a block of heads.
 struct SequenceHead {
   int64_t sequence;

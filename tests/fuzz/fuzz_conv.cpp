@@ -28,7 +28,7 @@ void FuzzConv(Trial& trial) {
   shared.width = static_cast<int>(draw.Between(kConvMinWidth, kConvMaxWidth));
   shared.channels = draw.Pick(kChannels);
   const int64_t rows = draw.Between(1, 3), D = shared.channels, W = shared.width;
-  const int64_t edge = draw.Pick<int64_t>({16, ConvBlockTokens(shared.channels_last), kConvGroupTokens});
+  const int64_t edge = draw.Pick<int64_t>({16, 64, kConvGroupTokens});
   shared.row_tokens = trial.DrawTokens(std::min<int64_t>(1200, 40000 / (rows * D)), edge);
   const int64_t T = shared.row_tokens;
   shared.packing = trial.DrawPacking(rows, T, edge);

@@ -2,13 +2,7 @@
 //
 // z is recomputed from x. With dz = dy silu'(z) and w[j] the weight of the token j places back:
 //   dx[t] = sum over j of w[j] dz[t + j],   dw[j] = sum over t of dz[t] x[t - j],   dbias = sum over t of dz[t].
-
-// Gradients of the parameters, summed over the tokens of a block.
-template <class Acc, int W>
-struct ConvFilterGradient {
-  Vec<Acc> tap[W];
-  Vec<Acc> bias;
-};
+// A block sums the parameters' gradients over its own tokens only, not over those that it borrows from the next one.
 
 // silu'(z) = s + z s (1 - s) with s = sigmoid(z)
 template <class Acc>
@@ -17,140 +11,188 @@ PACKFREE_INLINE Vec<Acc> SiluDerivative(Vec<Acc> z) {
   return MulAdd(z * s, Acc(1) - s, s);
 }
 
-// dz of `tokens` consecutive tokens of one lane group, written to `dz`. kSum adds them to the parameter gradients too:
-// a block sums its own tokens only, not the ones that it borrows from the next block.
-template <class Acc, int W, bool kChannelsLast, bool kSum, class Source, class Elem>
-PACKFREE_INLINE void BackwardTokens(const ConvFilter<Acc, W>& filter, bool silu, const Source* x, int64_t x_token,
-                                    const Elem* dy, int64_t dy_token, Acc* dz, int64_t tokens, int channels,
-                                    ConvFilterGradient<Acc, W>* gradient) {
-  constexpr int64_t kStep = kChannelsLast ? 1 : kLanes<Acc>;
-  constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
-  for (int64_t t = 0; t < tokens; t += kStep) {
-    const int lanes = LanesAt<Acc, kChannelsLast>(t, tokens, channels);
-    Vec<Acc> d = LoadUpTo<Acc>(dy + t * dy_token, lanes);
-    if (silu) d = d * SiluDerivative<Acc>(Convolve<Acc, W>(filter, x + t * x_token, x_token, lanes));
-    StoreUpTo(dz + t * kToken, d, lanes);
-    if (kSum) {
-      for (int k = 0; k < W; ++k) {
-        const Vec<Acc> seen = LoadUpTo<Acc>(x + (t - (W - 1 - k)) * x_token, lanes);
-        gradient->tap[k] = MulAdd(d, seen, gradient->tap[k]);
-      }
-      gradient->bias = gradient->bias + d;
-    }
-  }
-}
-
-// dx of `tokens` consecutive tokens from dz, plus `extra` where given (laid out like dz).
+// dz of the register at `place`, and what it saw. `whole`: it is full and every lane may look W - 1 tokens back.
 template <class Acc, int W, bool kChannelsLast, class Elem>
-PACKFREE_INLINE void InputGradient(const ConvFilter<Acc, W>& filter, const Acc* dz, const Acc* extra, Elem* dx,
-                                   int64_t dx_token, int64_t tokens, int channels) {
-  constexpr int64_t kStep = kChannelsLast ? 1 : kLanes<Acc>;
-  constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
-  for (int64_t t = 0; t < tokens; t += kStep) {
-    const int lanes = LanesAt<Acc, kChannelsLast>(t, tokens, channels);
-    Vec<Acc> sum = extra == nullptr ? Zero<Acc>() : LoadUpTo<Acc>(extra + t * kToken, lanes);
-    for (int j = 0; j < W; ++j) {
-      sum = MulAdd(filter.tap[W - 1 - j], LoadUpTo<Acc>(dz + (t + j) * kToken, lanes), sum);
-    }
-    StoreUpTo(dx + t * dx_token, sum, lanes);
+PACKFREE_INLINE Vec<Acc> PreactivationGradient(const ConvBackwardArgs& args, const ConvBlock& block,
+                                               const ConvFilter<Acc, W>& filter, const Elem* x, const Elem* dy,
+                                               const ConvPlace& place, bool whole, Vec<Acc> (&seen)[W]) {
+  if (whole) {
+    LoadSeen<Acc, W>(x, args.x_strides.token, seen);
+  } else {
+    LoadSeenAnywhere<Acc, W, kChannelsLast>(args, block, x, place, seen);
   }
+  const Vec<Acc> d = LoadUpTo<Acc>(dy, place.lanes);
+  return args.silu ? d * SiluDerivative<Acc>(Convolve<Acc, W>(filter, seen)) : d;
 }
 
-// Gradient of the initial state of one lane group: it stands W - 1 tokens before the sequence, and in a sequence that
-// is shorter than that, some of it is the final state too.
+// The gradient of the final states at the register at `place`: a sequence's last W - 1 tokens are its final state too.
 template <class Acc, int W, bool kChannelsLast>
-inline void StateGradient(const ConvBackwardArgs& args, int64_t sequence, int64_t channel, int channels,
-                          const Acc* dz) {
-  constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
+inline Vec<Acc> FinalStateGradient(const ConvBackwardArgs& args, const ConvBlock& block, const ConvPlace& place) {
+  const Acc* dfinal = static_cast<const Acc*>(args.dfinal_state);
+  Acc lanes[kLanes<Acc>] = {};
+  for (int i = 0; dfinal != nullptr && i < place.lanes; ++i) {
+    const int64_t token = block.first + place.t + (kChannelsLast ? 0 : i);
+    const int64_t channel = place.channel + (kChannelsLast ? i : 0);
+    const int64_t sequence = SequenceOf(args.packing, token);
+    const int64_t behind = args.packing.eos(sequence) - token;  // 1 for the last token
+    if (behind < W) lanes[i] = dfinal[(sequence * args.channels + channel) * (W - 1) + (W - 1) - behind];
+  }
+  return Load<Acc>(static_cast<const Acc*>(lanes));
+}
+
+// dx of the register at `place` from dz[j], the register j tokens behind it. `whole`: it is full, and the samples of
+// all its tokens go on for W - 1 tokens.
+template <class Acc, int W, bool kChannelsLast>
+PACKFREE_INLINE Vec<Acc> InputGradient(const ConvBackwardArgs& args, const ConvBlock& block,
+                                       const ConvFilter<Acc, W>& filter, const ConvPlace& place, bool whole,
+                                       const Vec<Acc> (&dz)[W]) {
+  const int32_t* reach = block.reach + place.t;
+  Vec<Acc> sum = whole ? Zero<Acc>() : FinalStateGradient<Acc, W, kChannelsLast>(args, block, place);
+  for (int j = 0; j < W; ++j) {
+    Vec<Acc> d = dz[j];
+    if (!whole && kChannelsLast) d = reach[j] >= j ? d : Zero<Acc>();
+    if (!whole && !kChannelsLast) d = Select(LoadReach<Acc>(reach + j) >= j, d, Zero<Acc>());
+    sum = MulAdd(filter.tap[W - 1 - j], d, sum);
+  }
+  return sum;
+}
+
+// Gradient of the initial state of the sequence that begins at a token: the state stands W - 1 tokens
+// before it, and in a sequence that is shorter than that, some of it is the final state too. dz[i] are `channels`
+// numbers of the sequence's token i.
+template <class Acc, int W>
+inline void InitialStateGradient(const ConvBackwardArgs& args, int64_t token, int64_t channel, int64_t channels,
+                                 const Acc* const (&dz)[W]) {
+  const int64_t sequence = SequenceOf(args.packing, token), length = args.packing.length(sequence);
   const Acc* weight = static_cast<const Acc*>(args.weight) + channel;
   const int64_t row = (sequence * args.channels + channel) * (W - 1);
   Acc* out = static_cast<Acc*>(args.dinitial_state) + row;
   const Acc* dfinal = static_cast<const Acc*>(args.dfinal_state);
-  const int64_t length = args.packing.length(sequence);
-  for (int c = 0; c < channels; ++c) {
+  for (int64_t c = 0; c < channels; ++c) {
     for (int i = 0; i < W - 1; ++i) {
       Acc sum = dfinal != nullptr && i >= length ? dfinal[row + c * (W - 1) + i - length] : Acc(0);
       for (int j = W - 1 - i; j < W && i + j - (W - 1) < length; ++j) {
-        sum += weight[(W - 1 - j) * args.channels + c] * dz[(i + j - (W - 1)) * kToken + c];
+        sum += weight[(W - 1 - j) * args.channels + c] * dz[i + j - (W - 1)][c];
       }
       out[c * (W - 1) + i] = sum;
     }
   }
 }
 
-// Gradients of tokens [begin, end) of a sequence for `channels` channels from `channel` on. `dz` has room for
-// the block's tokens and W - 1 more, of one lane group. `partials` [W + 1, D] is added to.
-template <class Acc, int W, bool kChannelsLast, class Elem>
-inline void BackwardBlock(const ConvBackwardArgs& args, const SequenceBlock& block, int64_t channel, int64_t channels,
-                          Acc* dz, Acc* partials) {
-  constexpr int64_t kGroup = kChannelsLast ? kLanes<Acc> : 1;
-  constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
-  const int64_t x_token = args.x_strides.token, dy_token = args.dy_strides.token, dx_token = args.dx_strides.token;
-  const Elem* x = TokenAt(static_cast<const Elem*>(args.x), args.x_strides, args, block.sequence, 0, channel);
-  const Elem* dy = TokenAt(static_cast<const Elem*>(args.dy), args.dy_strides, args, block.sequence, 0, channel);
-  Elem* dx = TokenAt(static_cast<Elem*>(args.dx), args.dx_strides, args, block.sequence, 0, channel);
-  const Acc* dfinal = static_cast<const Acc*>(args.dfinal_state);
-  const int64_t length = args.packing.length(block.sequence);
-  const int64_t reach = block.end + W - 1 < length ? block.end + W - 1 : length;
-  for (int64_t c = 0; c < channels; c += kGroup) {
-    const int present = channels - c < kGroup ? static_cast<int>(channels - c) : static_cast<int>(kGroup);
-    const ConvFilter<Acc, W> filter = LoadFilter<Acc, W, kChannelsLast>(args, channel + c, present);
+// Tokens behind the block, W - 1 at most, that its last ones are seen by if their samples go on.
+template <int W>
+inline int64_t BorrowedTokens(const ConvBlock& block) {
+  int64_t more = 0;
+  while (more < W - 1 && block.reach[block.last - block.first + more] > more) ++more;
+  return more;
+}
+
+// Gradients of the tokens of a block, tokens side by side in memory: channel by channel. `partials` [W + 1, D] is
+// added to.
+template <class Acc, int W, class Elem>
+inline void BackwardTokenLast(const ConvBackwardArgs& args, const ConvBlock& block, int64_t channel, int64_t channels,
+                              Acc* partials) {
+  constexpr int L = kLanes<Acc>;
+  const int64_t tokens = block.last - block.first, more = BorrowedTokens<W>(block);
+  const Elem* x = TokenAt(static_cast<const Elem*>(args.x), args.x_strides, args, block.first, channel);
+  const Elem* dy = TokenAt(static_cast<const Elem*>(args.dy), args.dy_strides, args, block.first, channel);
+  Elem* dx = TokenAt(static_cast<Elem*>(args.dx), args.dx_strides, args, block.first, channel);
+  bool far[kConvGroupTokens], far_ahead[kConvGroupTokens];
+  MarkFar<Acc, W, false>(block, 0, far);
+  MarkFar<Acc, W, false>(block, W - 1, far_ahead);
+  Acc dz[kConvGroupTokens + kConvMaxWidth + 2 * L];
+  for (int64_t c = 0; c < channels; ++c) {
+    const ConvFilter<Acc, W> filter = LoadFilter<Acc, W, false>(args, channel + c, L);
     const Elem* x_c = x + c * args.x_strides.channel;
     const Elem* dy_c = dy + c * args.dy_strides.channel;
-    ConvFilterGradient<Acc, W> gradient;
-    for (int k = 0; k < W; ++k) gradient.tap[k] = Zero<Acc>();
-    gradient.bias = Zero<Acc>();
-
-    // dz of the block's own tokens, the first of which see the initial state; then of up to W - 1 tokens behind it.
-    int64_t begin = block.begin;
-    if (begin == 0) {
-      const int64_t head = block.end < W - 1 ? block.end : W - 1;
-      Acc window[kWindowRegisters<W> * kLanes<Acc>] = {};
-      LoadWindow<Acc, W, kChannelsLast>(args, block.sequence, channel + c, present, x_c, head, window);
-      const Acc* window_x = window + (W - 1) * kToken;
-      BackwardTokens<Acc, W, kChannelsLast, true>(filter, args.silu, window_x, kToken, dy_c, dy_token, dz, head,
-                                                  present, &gradient);
-      begin = head;
-    }
-    BackwardTokens<Acc, W, kChannelsLast, true>(filter, args.silu, x_c + begin * x_token, x_token,
-                                                dy_c + begin * dy_token, dy_token, dz + (begin - block.begin) * kToken,
-                                                block.end - begin, present, &gradient);
-    BackwardTokens<Acc, W, kChannelsLast, false>(
-        filter, args.silu, x_c + block.end * x_token, x_token, dy_c + block.end * dy_token, dy_token,
-        dz + (block.end - block.begin) * kToken, reach - block.end, present, &gradient);
-    for (int64_t t = reach - block.begin; t < block.end - block.begin + W - 1; ++t) {
-      for (int lane = 0; lane < present; ++lane) dz[t * kToken + lane] = Acc(0);
-    }
-
-    // dx, in two stretches: the last W - 1 tokens of the sequence are also its final state.
     Elem* dx_c = dx + c * args.dx_strides.channel;
-    const int64_t tail = length - (W - 1) > block.begin ? length - (W - 1) : block.begin;
-    const int64_t split = dfinal == nullptr || tail > block.end ? block.end : tail;
-    InputGradient<Acc, W, kChannelsLast>(filter, dz, static_cast<const Acc*>(nullptr), dx_c + block.begin * dx_token,
-                                         dx_token, split - block.begin, present);
-    if (split < block.end) {
-      Acc extra[kWindowRegisters<W> * kLanes<Acc>] = {};
-      for (int64_t t = split; t < block.end; ++t) {
-        for (int lane = 0; lane < present; ++lane) {
-          const int64_t row = (block.sequence * args.channels + channel + c + lane) * (W - 1);
-          extra[(t - split) * kToken + lane] = dfinal[row + t - (length - (W - 1))];
-        }
+    Vec<Acc> dtap[W], dbias = Zero<Acc>(), seen[W];
+    for (int k = 0; k < W; ++k) dtap[k] = Zero<Acc>();
+    for (int64_t t = 0; t < tokens; t += L) {
+      const ConvPlace place = PlaceAt<Acc, false>(c, t, tokens, channel);
+      const bool whole = place.lanes == L && far[t / L];
+      const Vec<Acc> d =
+          PreactivationGradient<Acc, W, false>(args, block, filter, x_c + t, dy_c + t, place, whole, seen);
+      Store(dz + t, d);
+      for (int k = 0; k < W; ++k) dtap[k] = MulAdd(d, seen[k], dtap[k]);
+      dbias = dbias + d;
+    }
+    for (int64_t t = tokens; t < tokens + W - 1; t += L) {
+      Vec<Acc> d = Zero<Acc>();
+      if (t < tokens + more) {
+        const ConvPlace place = PlaceAt<Acc, false>(c, t, tokens + more, channel);
+        d = PreactivationGradient<Acc, W, false>(args, block, filter, x_c + t, dy_c + t, place, false, seen);
       }
-      InputGradient<Acc, W, kChannelsLast>(filter, dz + (split - block.begin) * kToken, extra, dx_c + split * dx_token,
-                                           dx_token, block.end - split, present);
+      Store(dz + t, d);
     }
-    if (block.begin == 0 && args.dinitial_state != nullptr) {
-      StateGradient<Acc, W, kChannelsLast>(args, block.sequence, channel + c, present, dz);
+    for (int64_t t = 0; t < tokens; t += L) {
+      const ConvPlace place = PlaceAt<Acc, false>(c, t, tokens, channel);
+      Vec<Acc> behind[W];
+      for (int j = 0; j < W; ++j) behind[j] = Load<Acc>(static_cast<const Acc*>(dz + t + j));
+      const bool whole = place.lanes == L && far_ahead[t / L];
+      StoreUpTo(dx_c + t, InputGradient<Acc, W, false>(args, block, filter, place, whole, behind), place.lanes);
     }
+    for (int64_t t = 0; args.dinitial_state != nullptr && t < tokens; ++t) {
+      if (block.reach[t] != 0) continue;
+      const Acc* first[W];
+      for (int j = 0; j < W; ++j) first[j] = dz + t + j;
+      InitialStateGradient<Acc, W>(args, block.first + t, channel + c, 1, first);
+    }
+    for (int k = 0; k < W; ++k) partials[k * args.channels + channel + c] += ReduceSum<Acc>(dtap[k]);
+    partials[W * args.channels + channel + c] += ReduceSum<Acc>(dbias);
+  }
+}
 
-    for (int k = 0; k <= W; ++k) {
-      Acc* target = partials + k * args.channels + channel + c;
-      const Vec<Acc> sum = k < W ? gradient.tap[k] : gradient.bias;
-      if (kChannelsLast) {
-        StoreUpTo(target, LoadUpTo<Acc>(target, present) + sum, present);
-      } else {
-        *target += ReduceSum<Acc>(sum);
+// The same, channels side by side in memory: token by token, and dx follows W - 1 tokens behind dz.
+template <class Acc, int W, class Elem>
+inline void BackwardChannelLast(const ConvBackwardArgs& args, const ConvBlock& block, int64_t channel, int64_t channels,
+                                Acc* partials) {
+  constexpr int L = kLanes<Acc>;
+  const int64_t tokens = block.last - block.first, more = BorrowedTokens<W>(block);
+  const Elem* x = TokenAt(static_cast<const Elem*>(args.x), args.x_strides, args, block.first, channel);
+  const Elem* dy = TokenAt(static_cast<const Elem*>(args.dy), args.dy_strides, args, block.first, channel);
+  Elem* dx = TokenAt(static_cast<Elem*>(args.dx), args.dx_strides, args, block.first, channel);
+  bool far[kConvGroupTokens], far_ahead[kConvGroupTokens];
+  MarkFar<Acc, W, true>(block, 0, far);
+  MarkFar<Acc, W, true>(block, W - 1, far_ahead);
+  // dz of the last W tokens, and the sums; the columns behind `channels` are written and never used.
+  Acc dz[W][kConvItemChannels] = {}, sums[W + 1][kConvItemChannels] = {};
+  for (int64_t t = 0; t < tokens + W - 1; ++t) {
+    for (int64_t column = 0; t < tokens + more && column < channels; column += L) {
+      const ConvPlace place = PlaceAt<Acc, true>(t, column, channels, channel);
+      const ConvFilter<Acc, W> filter = LoadFilter<Acc, W, true>(args, place.channel, place.lanes);
+      const bool whole = t < tokens && place.lanes == L && far[t];
+      Vec<Acc> seen[W];
+      const Vec<Acc> d =
+          PreactivationGradient<Acc, W, true>(args, block, filter, x + t * args.x_strides.token + column,
+                                              dy + t * args.dy_strides.token + column, place, whole, seen);
+      Store(dz[t % W] + column, d);
+      if (t >= tokens) continue;
+      for (int k = 0; k < W; ++k) {
+        Acc* sum = sums[k] + column;
+        Store(sum, MulAdd(d, seen[k], Load<Acc>(static_cast<const Acc*>(sum))));
       }
+      Acc* sum = sums[W] + column;
+      Store(sum, Load<Acc>(static_cast<const Acc*>(sum)) + d);
     }
+    const int64_t done = t - (W - 1);
+    if (done < 0) continue;
+    const Acc* rows[W];
+    for (int j = 0; j < W; ++j) rows[j] = dz[(done + j) % W];
+    for (int64_t column = 0; column < channels; column += L) {
+      const ConvPlace place = PlaceAt<Acc, true>(done, column, channels, channel);
+      const ConvFilter<Acc, W> filter = LoadFilter<Acc, W, true>(args, place.channel, place.lanes);
+      Vec<Acc> behind[W];
+      for (int j = 0; j < W; ++j) behind[j] = Load<Acc>(rows[j] + column);
+      const bool whole = place.lanes == L && far_ahead[done];
+      StoreUpTo(dx + done * args.dx_strides.token + column,
+                InputGradient<Acc, W, true>(args, block, filter, place, whole, behind), place.lanes);
+    }
+    if (args.dinitial_state != nullptr && block.reach[done] == 0) {
+      InitialStateGradient<Acc, W>(args, block.first + done, channel, channels, rows);
+    }
+  }
+  for (int k = 0; k <= W; ++k) {
+    for (int64_t c = 0; c < channels; ++c) partials[k * args.channels + channel + c] += sums[k][c];
   }
 }

@@ -8,14 +8,21 @@
 
 namespace packfree {
 
-// Channels of one work item: four registers of the widest tier.
-constexpr int64_t kConvChannels = 64;
+// The most channels of one work item. Channel-last these lie side by side for each token, so that memory is read in
+// pieces long enough for the prefetchers whatever lies between two tokens.
+constexpr int64_t kConvItemChannels = 256;
 // Tokens a work item takes before the next one starts. Also the stretch over which one partial sum of the parameter
 // gradients runs, so it must not depend on the number of threads.
 constexpr int64_t kConvGroupTokens = 512;
-// Tokens of one block. Channel-last, a tile of 64 x kConvChannels floats stays in the first-level cache; else a block
-// is a stretch of one channel, and longer ones mean fewer sums across lanes.
-constexpr int64_t ConvBlockTokens(bool channels_last) { return channels_last ? 64 : 512; }
+
+// Tokens first, ..., last - 1 of the pack, kConvGroupTokens at most and all of one row, whatever sequences they are of.
+struct ConvBlock {
+  int64_t first;
+  int64_t last;
+  // How many tokens back each of them may look, W - 1 at most: its place in its sequence. Those of W - 1 tokens and a
+  // register behind the block may be read too; a token of another row or behind the last sequence begins anew.
+  const int32_t* reach;
+};
 
 // Tokens after the last boundary get 0.
 void CausalConv1dForwardCpu(Tier tier, const ConvForwardArgs& args);

@@ -1,6 +1,8 @@
 // Forward source of the causal convolution. It serves both memory orders of x: registers run along whichever axis
 // is contiguous. Channel-last, a register is kLanes channels of one token; else it is kLanes tokens of one channel. In
 // both, tap j of a register lies j tokens before it in memory, so the inner arithmetic is the same.
+//
+// The pack is walked block by block, whatever its samples: each token knows how far it may look back.
 
 template <class Acc, int W>
 struct ConvFilter {
@@ -8,7 +10,14 @@ struct ConvFilter {
   Vec<Acc> bias;
 };
 
-// The filter of `lanes` channels from `channel` on, or of the one channel `channel` in every lane.
+// A register's place in a block: `lanes` channels of token t from `channel` on, or of `channel` tokens t, t + 1, ...
+struct ConvPlace {
+  int64_t t;
+  int64_t channel;
+  int lanes;
+};
+
+// The filter of a register's channels, or of its one channel in every lane.
 template <class Acc, int W, bool kChannelsLast>
 PACKFREE_INLINE ConvFilter<Acc, W> LoadFilter(const ConvArgs& args, int64_t channel, int lanes) {
   const Acc* weight = static_cast<const Acc*>(args.weight) + channel;
@@ -25,65 +34,126 @@ PACKFREE_INLINE ConvFilter<Acc, W> LoadFilter(const ConvArgs& args, int64_t chan
   return filter;
 }
 
-// z[t] = bias + sum over k of tap[k] x[t - (W - 1) + k]; `lag` is the distance of neighbouring tokens.
-template <class Acc, int W, class Source>
-PACKFREE_INLINE Vec<Acc> Convolve(const ConvFilter<Acc, W>& filter, const Source* x, int64_t lag, int lanes) {
-  Vec<Acc> z = filter.bias;
-  for (int k = 0; k < W; ++k) z = MulAdd(filter.tap[k], LoadUpTo<Acc>(x - (W - 1 - k) * lag, lanes), z);
-  return z;
+// First element of token `token` of the pack in a tensor with these strides.
+template <class Elem>
+PACKFREE_INLINE Elem* TokenAt(Elem* data, const ConvStrides& strides, const ConvArgs& args, int64_t token,
+                              int64_t channel) {
+  return data + token / args.row_tokens * strides.row + token % args.row_tokens * strides.token +
+         channel * strides.channel;
 }
 
-// How many lanes of the register at token t are in use.
-template <class Acc, bool kChannelsLast>
-PACKFREE_INLINE int LanesAt(int64_t t, int64_t tokens, int channels) {
-  if (kChannelsLast) return channels;
-  return tokens - t < kLanes<Acc> ? static_cast<int>(tokens - t) : kLanes<Acc>;
+// How far each lane of a register of tokens may look back.
+template <class Acc>
+PACKFREE_INLINE IntVec<Acc> LoadReach(const int32_t* reach) {
+  IntVec<Acc> lanes;
+  for (int i = 0; i < kLanes<Acc>; ++i) lanes[i] = reach[i];
+  return lanes;
 }
 
-// y of `tokens` consecutive tokens of one lane group. x[-1], ..., x[-(W - 1)] (in tokens) are readable.
-template <class Acc, int W, bool kChannelsLast, class Source, class Elem>
-PACKFREE_INLINE void ForwardTokens(const ConvFilter<Acc, W>& filter, bool silu, const Source* x, int64_t x_token,
-                                   Elem* y, int64_t y_token, int64_t tokens, int channels) {
-  constexpr int64_t kStep = kChannelsLast ? 1 : kLanes<Acc>;
-  for (int64_t t = 0; t < tokens; t += kStep) {
-    const int lanes = LanesAt<Acc, kChannelsLast>(t, tokens, channels);
-    Vec<Acc> z = Convolve<Acc, W>(filter, x + t * x_token, x_token, lanes);
-    if (silu) z = z * Sigmoid<Acc>(z);
-    StoreUpTo(y + t * y_token, z, lanes);
-  }
-}
-
-// The first tokens of a sequence see its initial state. `window` gets the state's W - 1 tokens and then the first
-// `tokens` tokens of x, so that the same arithmetic runs over it; neighbouring tokens lie `kWindowToken` apart.
-template <class Acc, bool kChannelsLast>
-constexpr int64_t kWindowToken = kChannelsLast ? kLanes<Acc> : 1;
-// Registers of a window: W - 1 tokens of state and as many of x, and room for a whole register behind them.
-template <int W>
-constexpr int kWindowRegisters = 2 * (W - 1) + 1;
-
-template <class Acc, int W, bool kChannelsLast, class Elem>
-PACKFREE_INLINE void LoadWindow(const ConvArgs& args, int64_t sequence, int64_t channel, int channels, const Elem* x,
-                                int64_t tokens, Acc* window) {
-  constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
+// What token t of the block sees `lag` tokens back: a token of its sample, or what its initial state says, or 0.
+template <class Acc, int W, class Elem>
+inline Acc SeenOne(const ConvArgs& args, const ConvBlock& block, const Elem* x, int64_t t, int64_t channel, int lag) {
+  const int reach = block.reach[t];
+  if (lag <= reach) return LoadOne<Acc>(x - lag * args.x_strides.token);
   const Acc* state = static_cast<const Acc*>(args.initial_state);
-  if (state != nullptr) state += (sequence * args.channels + channel) * (W - 1);
-  for (int i = 0; i < W - 1; ++i) {
-    for (int c = 0; c < channels; ++c) window[i * kToken + c] = state == nullptr ? Acc(0) : state[c * (W - 1) + i];
-  }
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int c = 0; c < channels; ++c) {
-      window[(W - 1 + t) * kToken + c] = LoadOne<Acc>(x + t * args.x_strides.token + c * args.x_strides.channel);
+  if (state == nullptr) return Acc(0);
+  const int64_t sequence = SequenceOf(args.packing, block.first + t);
+  return state[(sequence * args.channels + channel) * (W - 1) + (W - 1) - (lag - reach)];
+}
+
+// seen[k] = x of W - 1 - k tokens before each lane of the register at `x`, where every lane may look that far back.
+template <class Acc, int W, class Elem>
+PACKFREE_INLINE void LoadSeen(const Elem* x, int64_t x_token, Vec<Acc> (&seen)[W]) {
+  for (int k = 0; k < W; ++k) seen[k] = Load<Acc>(x - (W - 1 - k) * x_token);
+}
+
+// The same for any register.
+template <class Acc, int W, bool kChannelsLast, class Elem>
+inline void LoadSeenAnywhere(const ConvArgs& args, const ConvBlock& block, const Elem* x, const ConvPlace& place,
+                             Vec<Acc> (&seen)[W]) {
+  const int32_t* reach = block.reach + place.t;
+  const bool states = args.initial_state != nullptr;
+  // What lies before the row is not read, not even to be left out.
+  const bool row_start = (block.first + place.t) % args.row_tokens < W - 1;
+  for (int k = 0; k < W; ++k) {
+    const int lag = W - 1 - k;
+    const Elem* source = x - lag * args.x_strides.token;
+    if (kChannelsLast ? lag <= reach[0] : lag == 0) {
+      seen[k] = LoadUpTo<Acc>(source, place.lanes);
+    } else if (kChannelsLast && !states) {
+      seen[k] = Zero<Acc>();
+    } else if (!kChannelsLast && !states && !row_start) {
+      seen[k] = Select(LoadReach<Acc>(reach) >= lag, LoadUpTo<Acc>(source, place.lanes), Zero<Acc>());
+    } else {
+      Acc lanes[kLanes<Acc>] = {};
+      for (int i = 0; i < place.lanes; ++i) {
+        const int64_t t = kChannelsLast ? place.t : place.t + i;
+        const int64_t channel = kChannelsLast ? place.channel + i : place.channel;
+        lanes[i] = SeenOne<Acc, W>(args, block, x + i, t, channel, lag);
+      }
+      seen[k] = Load<Acc>(static_cast<const Acc*>(lanes));
     }
   }
 }
 
-// First element of token `token` of a sequence in a tensor with these strides.
-template <class Elem>
-PACKFREE_INLINE Elem* TokenAt(Elem* data, const ConvStrides& strides, const ConvArgs& args, int64_t sequence,
-                              int64_t token, int64_t channel) {
-  const int64_t index = args.packing.bos(sequence) + token;
-  return data + index / args.row_tokens * strides.row + index % args.row_tokens * strides.token +
-         channel * strides.channel;
+// z[t] = bias + sum over k of tap[k] x[t - (W - 1) + k]
+template <class Acc, int W>
+PACKFREE_INLINE Vec<Acc> Convolve(const ConvFilter<Acc, W>& filter, const Vec<Acc> (&seen)[W]) {
+  Vec<Acc> z = filter.bias;
+  for (int k = 0; k < W; ++k) z = MulAdd(filter.tap[k], seen[k], z);
+  return z;
+}
+
+// Marks the tokens (channel-last) or the registers of tokens from which `ahead` tokens on every token may look W - 1
+// tokens back. Registers that are not full are not marked.
+template <class Acc, int W, bool kChannelsLast>
+inline void MarkFar(const ConvBlock& block, int ahead, bool* far) {
+  constexpr int kStep = kChannelsLast ? 1 : kLanes<Acc>;
+  const int64_t tokens = block.last - block.first;
+  for (int64_t t = 0; t < tokens; t += kStep) {
+    bool all = t + kStep <= tokens;
+    for (int64_t i = t + ahead; all && i < t + ahead + kStep; ++i) all = block.reach[i] == W - 1;
+    far[t / kStep] = all;
+  }
+}
+
+// Where a row of registers lies: channel-last, a row is a token and its registers hold channels; else the other way.
+template <class Acc, bool kChannelsLast>
+PACKFREE_INLINE ConvPlace PlaceAt(int64_t row, int64_t column, int64_t columns, int64_t channel) {
+  const int lanes = columns - column < kLanes<Acc> ? static_cast<int>(columns - column) : kLanes<Acc>;
+  return kChannelsLast ? ConvPlace{row, channel + column, lanes} : ConvPlace{column, channel + row, lanes};
+}
+
+// Outputs of the tokens of a block for `channels` channels from `channel` on.
+template <class Acc, int W, bool kChannelsLast, class Elem>
+inline void ForwardBlock(const ConvForwardArgs& args, const ConvBlock& block, int64_t channel, int64_t channels) {
+  constexpr int L = kLanes<Acc>;
+  const int64_t tokens = block.last - block.first, x_token = args.x_strides.token;
+  const int64_t rows = kChannelsLast ? tokens : channels, columns = kChannelsLast ? channels : tokens;
+  const int64_t x_row = kChannelsLast ? x_token : args.x_strides.channel;
+  const int64_t y_row = kChannelsLast ? args.y_strides.token : args.y_strides.channel;
+  const Elem* x = TokenAt(static_cast<const Elem*>(args.x), args.x_strides, args, block.first, channel);
+  Elem* y = TokenAt(static_cast<Elem*>(args.y), args.y_strides, args, block.first, channel);
+  bool far[kConvGroupTokens];
+  MarkFar<Acc, W, kChannelsLast>(block, 0, far);
+  ConvFilter<Acc, W> filter;
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!kChannelsLast) filter = LoadFilter<Acc, W, false>(args, channel + row, L);
+    for (int64_t column = 0; column < columns; column += L) {
+      const ConvPlace place = PlaceAt<Acc, kChannelsLast>(row, column, columns, channel);
+      const Elem* x_at = x + row * x_row + column;
+      if (kChannelsLast) filter = LoadFilter<Acc, W, true>(args, place.channel, place.lanes);
+      Vec<Acc> seen[W];
+      if (place.lanes == L && far[kChannelsLast ? row : column / L]) {
+        LoadSeen<Acc, W>(x_at, x_token, seen);
+      } else {
+        LoadSeenAnywhere<Acc, W, kChannelsLast>(args, block, x_at, place, seen);
+      }
+      Vec<Acc> z = Convolve<Acc, W>(filter, seen);
+      if (args.silu) z = z * Sigmoid<Acc>(z);
+      StoreUpTo(y + row * y_row + column, z, place.lanes);
+    }
+  }
 }
 
 // State after the sequence's last token: its last W - 1 tokens, older ones from the initial state.
@@ -92,43 +162,16 @@ inline void StoreFinalState(const ConvForwardArgs& args, int64_t sequence, int64
   const Elem* x = static_cast<const Elem*>(args.x);
   const Acc* initial = static_cast<const Acc*>(args.initial_state);
   Elem* final_state = static_cast<Elem*>(args.final_state);
-  const int64_t length = args.packing.length(sequence);
+  const int64_t length = args.packing.length(sequence), bos = args.packing.bos(sequence);
   for (int64_t c = channel; c < channel + channels; ++c) {
     const int64_t row = (sequence * args.channels + c) * (W - 1);
     for (int i = 0; i < W - 1; ++i) {
       const int64_t token = length - (W - 1) + i;
       if (token >= 0) {
-        final_state[row + i] = *TokenAt(x, args.x_strides, args, sequence, token, c);
+        final_state[row + i] = *TokenAt(x, args.x_strides, args, bos + token, c);
       } else {
         StoreOne(final_state + row + i, initial == nullptr ? Acc(0) : initial[row + length + i]);
       }
     }
-  }
-}
-
-// Outputs of tokens [begin, end) of a sequence for `channels` channels from `channel` on.
-template <class Acc, int W, bool kChannelsLast, class Elem>
-inline void ForwardBlock(const ConvForwardArgs& args, const SequenceBlock& block, int64_t channel, int64_t channels) {
-  constexpr int64_t kGroup = kChannelsLast ? kLanes<Acc> : 1;
-  const int64_t x_token = args.x_strides.token, y_token = args.y_strides.token;
-  const Elem* x = TokenAt(static_cast<const Elem*>(args.x), args.x_strides, args, block.sequence, 0, channel);
-  Elem* y = TokenAt(static_cast<Elem*>(args.y), args.y_strides, args, block.sequence, 0, channel);
-  for (int64_t c = 0; c < channels; c += kGroup) {
-    const int present = channels - c < kGroup ? static_cast<int>(channels - c) : static_cast<int>(kGroup);
-    const ConvFilter<Acc, W> filter = LoadFilter<Acc, W, kChannelsLast>(args, channel + c, present);
-    const Elem* x_c = x + c * args.x_strides.channel;
-    Elem* y_c = y + c * args.y_strides.channel;
-    int64_t begin = block.begin;
-    if (begin == 0) {
-      const int64_t head = block.end < W - 1 ? block.end : W - 1;
-      Acc window[kWindowRegisters<W> * kLanes<Acc>] = {};
-      LoadWindow<Acc, W, kChannelsLast>(args, block.sequence, channel + c, present, x_c, head, window);
-      constexpr int64_t kToken = kWindowToken<Acc, kChannelsLast>;
-      ForwardTokens<Acc, W, kChannelsLast>(filter, args.silu, static_cast<const Acc*>(window) + (W - 1) * kToken,
-                                           kToken, y_c, y_token, head, present);
-      begin = head;
-    }
-    ForwardTokens<Acc, W, kChannelsLast>(filter, args.silu, x_c + begin * x_token, x_token, y_c + begin * y_token,
-                                         y_token, block.end - begin, present);
   }
 }

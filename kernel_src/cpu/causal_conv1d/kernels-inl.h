@@ -25,7 +25,7 @@
 static_assert(kConvMinWidth == 2 && kConvMaxWidth == 8);
 
 template <class Acc, class Elem>
-void ConvForwardItem(const ConvForwardArgs& args, const SequenceBlock& block, int64_t channel, int64_t channels) {
+void ConvForwardItem(const ConvForwardArgs& args, const ConvBlock& block, int64_t channel, int64_t channels) {
   if (args.channels_last) {
     PACKFREE_WITH_CONV_WIDTH(args.width, ForwardBlock<Acc, W, true, Elem>(args, block, channel, channels))
   } else {
@@ -39,16 +39,13 @@ void ConvFinalStateItem(const ConvForwardArgs& args, int64_t sequence, int64_t c
 }
 
 template <class Acc, class Elem>
-void ConvBackwardItem(const ConvBackwardArgs& args, const SequenceBlock& block, int64_t channel, int64_t channels,
+void ConvBackwardItem(const ConvBackwardArgs& args, const ConvBlock& block, int64_t channel, int64_t channels,
                       void* partials) {
-  constexpr int64_t kRows = (ConvBlockTokens(true) + kConvMaxWidth - 1) * kLanes<Acc>;
-  constexpr int64_t kRow = ConvBlockTokens(false) + kConvMaxWidth - 1;
-  Acc dz[kRows > kRow ? kRows : kRow];
   Acc* sums = static_cast<Acc*>(partials);
   if (args.channels_last) {
-    PACKFREE_WITH_CONV_WIDTH(args.width, BackwardBlock<Acc, W, true, Elem>(args, block, channel, channels, dz, sums))
+    PACKFREE_WITH_CONV_WIDTH(args.width, BackwardChannelLast<Acc, W, Elem>(args, block, channel, channels, sums))
   } else {
-    PACKFREE_WITH_CONV_WIDTH(args.width, BackwardBlock<Acc, W, false, Elem>(args, block, channel, channels, dz, sums))
+    PACKFREE_WITH_CONV_WIDTH(args.width, BackwardTokenLast<Acc, W, Elem>(args, block, channel, channels, sums))
   }
 }
 
