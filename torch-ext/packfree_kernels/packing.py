@@ -3,6 +3,8 @@
 Every op takes its boundaries as ``cu_seqlens``, ``seq_idx`` or ``position_ids``; :func:`resolve_packing` turns any of
 them into one :class:`Packing`, the only form that the kernels know.
 
+What is made of a tensor is kept for the next call with the same one (_sharing.py).
+
 Nothing here reads a value of a GPU tensor unless ``PACKFREE_DEBUG=1``, and nothing does while ``torch.compile`` traces:
 there the number of sequences is not known, so the ``cu_seqlens`` made from labels or positions has one entry per token
 plus one and ends in empty sequences. Where their values lie on a CPU the same boundaries come out compact. A call with
@@ -17,6 +19,7 @@ from typing import List, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
+from . import _sharing
 from ._checks import type_error, value_error
 from ._dtypes import INTEGER_DTYPES, dtype_name
 from ._ops import ops
@@ -56,8 +59,11 @@ class Packing:
         return self.num_sequences if self.states is None else self.states.shape[0]
 
     def to(self, device: torch.device) -> "Packing":
+        if self.cu_seqlens.device == device:
+            return self
+        cu_seqlens = _sharing.own(self.cu_seqlens.to(device, non_blocking=True), self.tokens)
         moved = (None if x is None else x.to(device, non_blocking=True) for x in (self.live, self.states))
-        return Packing(self.cu_seqlens.to(device, non_blocking=True), self.tokens, *moved)
+        return Packing(cu_seqlens, self.tokens, *moved)
 
     def spread_states(self, states: Tensor) -> Tensor:
         """The caller's states ``[N', ...]`` as the kernels want them, ``[N, ...]``: padding stretches get zeros."""
@@ -81,8 +87,12 @@ class Packing:
         """``tensor`` ``[B, ..., T, ...]`` with 0 on all padding, for what goes past the kernels."""
         if self.live is None and reads_values(self.cu_seqlens) and int(self.cu_seqlens[-1]) == self.tokens:
             return tensor
-        before_end = torch.arange(self.tokens, device=tensor.device) < self.cu_seqlens[-1]
-        return _keep(before_end if self.live is None else before_end & self.live, tensor, time_dim)
+        owned = _sharing.of_own(self.cu_seqlens, ("owned", self.tokens), self._owned)
+        return _keep(owned if self.live is None else owned & self.live, tensor, time_dim)
+
+    def _owned(self) -> Tensor:
+        """bool ``[B * T]``: the tokens before the last offset."""
+        return torch.arange(self.tokens, device=self.cu_seqlens.device) < self.cu_seqlens[-1]
 
 
 def _keep(live: Tensor, tensor: Tensor, time_dim: int) -> Tensor:
@@ -123,6 +133,8 @@ def check_cu_seqlens(
         ValueError: wrong shape, offsets that start elsewhere than at 0, decrease, or pass ``tokens``, or a meta tensor
             beside tokens that are none.
     """
+    if isinstance(cu_seqlens, Tensor) and _sharing.is_own(cu_seqlens, tokens, device):
+        return cu_seqlens
     if not isinstance(cu_seqlens, Tensor):
         listed = isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes))
         if not listed or not all(isinstance(value, int) and not isinstance(value, bool) for value in cu_seqlens):
@@ -134,17 +146,37 @@ def check_cu_seqlens(
         raise type_error(op, argument, "be an int32 or int64 tensor", dtype_name(cu_seqlens))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise value_error(op, argument, "have shape [N + 1]", tuple(cu_seqlens.shape))
+    offsets = cu_seqlens
+    return _sharing.of_callers(
+        offsets,
+        ("offsets", tokens, device),
+        lambda: _checked_offsets(op, argument, offsets, tokens, device),
+        by_value=_compares_values(offsets),
+    )
+
+
+def _checked_offsets(op: str, argument: str, cu_seqlens: Tensor, tokens: int, device: torch.device) -> Tensor:
     moved = _move(op, argument, cu_seqlens, device)
     # On whichever side looking costs nothing.
     for offsets in (cu_seqlens, moved):
         if reads_values(offsets):
             _check_offset_values(op, argument, offsets, tokens)
-            return moved.to(torch.int32).contiguous()
-    if device.type != "cuda":
+            # A copy: what the caller writes into their own later on is checked by nobody.
+            return _sharing.own(moved.to(torch.int32, copy=moved is cu_seqlens).contiguous(), tokens)
+    if not _is_gpu(device):
         return moved.to(torch.int32).contiguous()
     # Nothing on a GPU looks at the values before kernels use them, so they are brought inside the row and in order:
     # whatever they said, no two sequences share a token.
-    return ops.packing_from_offsets(moved, tokens).cummax(0).values
+    return _sharing.own(ops.packing_from_offsets(moved, tokens).cummax(0).values, tokens)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _compares_values(boundaries: Tensor) -> bool:
+    """Whether values tell what has been written, also by others than PyTorch, into the memory of an array, say."""
+    return boundaries.device.type == "cpu" and reads_values(boundaries)
 
 
 def _move(op: str, argument: str, boundaries: Tensor, device: torch.device) -> Tensor:
@@ -208,7 +240,7 @@ def _compact_offsets(starts: Tensor) -> Tensor:
     """int32 offsets from the bool marks ``[B, T]`` of first tokens; reads the values."""
     flat = starts.reshape(-1)
     offsets = flat.nonzero().squeeze(-1)
-    return torch.cat([offsets, offsets.new_full((1,), flat.shape[0])]).to(torch.int32)
+    return _sharing.own(torch.cat([offsets, offsets.new_full((1,), flat.shape[0])]).to(torch.int32), flat.shape[0])
 
 
 def cu_seqlens_from_position_ids(position_ids: Tensor, wait: bool = False) -> Tensor:
@@ -218,7 +250,8 @@ def cu_seqlens_from_position_ids(position_ids: Tensor, wait: bool = False) -> Te
     """
     if reads_values(position_ids) or (wait and has_values(position_ids)):
         return _compact_offsets(starts_from_position_ids(position_ids))
-    return ops.packing_from_positions(*row_of_positions(position_ids))
+    row, only_falls = row_of_positions(position_ids)
+    return _sharing.own(ops.packing_from_positions(row, only_falls), row.numel())
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -244,10 +277,31 @@ def _check_position_ids(op: str, position_ids: Tensor, batch: int, length: int) 
 def _packing_from_seq_idx(
     op: str, seq_idx: Tensor, batch: int, length: int, device: torch.device, wait: bool
 ) -> Packing:
+    """The packing of labels, made once of one tensor of them."""
     if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in INTEGER_DTYPES:
         raise type_error(op, "seq_idx", "be an int32 or int64 tensor", _type_of(seq_idx))
     if tuple(seq_idx.shape) != (batch, length):
         raise value_error(op, "seq_idx", f"have shape [B, T] = {(batch, length)}", tuple(seq_idx.shape))
+    return _sharing.of_callers(
+        seq_idx,
+        _labels_key(device, wait),
+        lambda: _packing_of_labels(op, seq_idx, batch, length, device, wait),
+        by_value=_compares_values(seq_idx),
+    )
+
+
+def _labels_key(device: torch.device, wait: bool) -> Tuple[str, torch.device, bool]:
+    return "labels", device, wait
+
+
+def tell_labels(seq_idx: Tensor, cu_seqlens: Tensor) -> None:
+    """Let the labels ``[1, T]`` of tokens, made of own offsets, be read as these, as long as no state is asked for."""
+    if _sharing.is_own(cu_seqlens, seq_idx.numel(), seq_idx.device):
+        key, packing = _labels_key(seq_idx.device, wait=False), Packing(cu_seqlens, seq_idx.numel())
+        _sharing.tell(seq_idx, key, packing, by_value=_compares_values(seq_idx))
+
+
+def _packing_of_labels(op: str, seq_idx: Tensor, batch: int, length: int, device: torch.device, wait: bool) -> Packing:
     moved = _move(op, "seq_idx", seq_idx, device)
     if wait and has_values(seq_idx):
         # All looks at them are free then.
@@ -258,7 +312,7 @@ def _packing_from_seq_idx(
             return _compact_packing(op, labels).to(device)
     # The op cuts off the tail padding of one row; between rows padding is a sequence of its own.
     live = None if batch == 1 else (moved >= 0).reshape(-1)
-    return Packing(ops.packing_from_labels(moved), batch * length, live)
+    return Packing(_sharing.own(ops.packing_from_labels(moved), batch * length), batch * length, live)
 
 
 def _compact_packing(op: str, seq_idx: Tensor) -> Packing:
@@ -275,7 +329,7 @@ def _compact_packing(op: str, seq_idx: Tensor) -> Packing:
         return Packing(cu_seqlens, tokens)
     if batch == 1:
         # Tail padding needs no sequence: the offsets stop where it begins.
-        return Packing(cu_seqlens[cu_seqlens <= (~padding).sum()], tokens)
+        return Packing(_sharing.own(cu_seqlens[cu_seqlens <= (~padding).sum()], tokens), tokens)
     live = ~padding.reshape(-1)
     return Packing(cu_seqlens, tokens, live, live[cu_seqlens[:-1].long()].nonzero().squeeze(-1))
 
@@ -351,10 +405,20 @@ def resolve_packing(
         return packing
     if position_ids is not None:
         _check_position_ids(op, position_ids, batch, length)
-        if not reads_values(position_ids):
-            position_ids = _move(op, "position_ids", position_ids, device)
-        return Packing(cu_seqlens_from_position_ids(position_ids, wait), tokens).to(device)
+        positions = position_ids
+        return _sharing.of_callers(
+            positions,
+            ("positions", device, wait),
+            lambda: _packing_of_positions(op, positions, tokens, device, wait),
+            by_value=_compares_values(positions),
+        )
     return Packing(torch.arange(batch + 1, device=device, dtype=torch.int32) * length, tokens)
+
+
+def _packing_of_positions(op: str, position_ids: Tensor, tokens: int, device: torch.device, wait: bool) -> Packing:
+    if not reads_values(position_ids):
+        position_ids = _move(op, "position_ids", position_ids, device)
+    return Packing(cu_seqlens_from_position_ids(position_ids, wait), tokens).to(device)
 
 
 def brief_offsets(offsets: Tensor, most: int = 8) -> str:

@@ -88,11 +88,6 @@ def contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def with_padding(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Offsets with one more sequence: the rows behind the last one, so that kernels write 0 there."""
-    return torch.nn.functional.pad(cu_seqlens, (0, 1), value=tokens)
-
-
 def dropout_seed(seed: Optional[Tensor], dropout_p: float) -> Optional[Tensor]:
     """The seed if a kernel is to read it. It was drawn on the tensors' device: nothing is copied there in a call."""
     return seed if dropout_p > 0 else None

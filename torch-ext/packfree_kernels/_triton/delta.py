@@ -42,6 +42,7 @@ from torch import Tensor
 from .chunk_math import invert_unit_lower
 from .delta_sizes import Prepared, Sizes, states_or
 from .launch import SHORTEST, launch, padded
+from .padding import clear_padding
 
 
 @triton.jit
@@ -342,6 +343,7 @@ def forward(
     """What the forward ops return."""
     final_state = states_or(initial_state, sizes.state_shape, v) if want_state else None
     states, corrections = walk(sizes, prepared, v, beta, cu_seqlens, initial_state, final_state)
-    o = v.new_zeros(v.shape)
+    o = v.new_empty(v.shape)
+    clear_padding(cu_seqlens, o)
     outputs(sizes, prepared, beta, cu_seqlens, initial_state, states, corrections, o)
     return o, beta.new_empty((0,)) if final_state is None else final_state

@@ -214,7 +214,7 @@ class Gradients:
         read, mix: of P and M, fp32 ``[T, HV, C]``.
         q_start, k_start, k_end: of the decayed rows, fp32 ``[T, HV, K]``.
         over: of the exponents of ``Prepared.over``, in its shape.
-        v, beta: results.
+        v, beta: results, of tokens of sequences.
         initial_state: result, or None.
     """
 
@@ -256,7 +256,7 @@ def backward(
         **sizes.walk_back_constants, ROW_GROUP=prepared.q_start.group, PER_CHANNEL=per_channel,
     )  # fmt: skip
     d_read, d_mix = torch.empty_like(prepared.read), torch.empty_like(prepared.read)
-    dbeta, dv = torch.zeros_like(beta), v.new_zeros(v.shape)
+    dbeta, dv = torch.empty_like(beta), v.new_empty(v.shape)
     launch(
         _pair_gradients, programs, dout, d_right, corrections, beta, *blocks, d_read, d_mix, dbeta, dv, **square,
         **columns, num_warps=sizes.chunk // 8,
@@ -275,8 +275,11 @@ def backward(
 def finish_rows(
     sizes: Sizes, x: Tensor, parts: Tensor, cu_seqlens: Tensor, scale: float, l2norm: bool
 ) -> Tensor:
-    """The gradient of q or k ``[T, H, K]`` from those of its rows, normalised and scaled: ``parts`` ``[T, HV, K]``."""
-    dx = x.new_zeros(x.shape)
+    """The gradient of q or k ``[T, H, K]`` from those of its rows, normalised and scaled: ``parts`` ``[T, HV, K]``.
+
+    Of tokens of sequences, as all that comes from here.
+    """
+    dx = x.new_empty(x.shape)
     launch(
         _finish_rows, sizes.chunk_programs(x, sizes.key_heads), x, x.stride(0), x.stride(1), parts, cu_seqlens,
         sizes.blocks.items, sizes.blocks.count, dx, float(scale), HV=sizes.value_heads, H=sizes.key_heads,

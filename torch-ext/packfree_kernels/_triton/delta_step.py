@@ -9,6 +9,7 @@ from torch import Tensor
 from .delta import state_at
 from .delta_sizes import dense, serves, states_or
 from .launch import launch, programs
+from .padding import clear_padding
 from .work import longest_first
 
 
@@ -74,7 +75,8 @@ def recurrent(
     final_state = None
     if want_state:
         final_state = states_or(initial_state, (order.shape[0], value_heads, key_dim, value_dim), v)
-    o = v.new_zeros(v.shape)
+    o = v.new_empty(v.shape)
+    clear_padding(cu_seqlens, o)
     width = min(32 if key_dim <= 128 else 16, triton.next_power_of_2(value_dim))
     items = order.shape[0] * value_heads * triton.cdiv(value_dim, width)
     launch(

@@ -1,5 +1,7 @@
 """Lists of work made of boundaries on the device: nothing waits for them, and their order is fixed.
 
+Of own offsets they are made once for every call, forward or backward, that wants the same (_sharing.py).
+
 A long sequence among short ones is many blocks among few: programs that stride over the list of blocks are balanced,
 whatever the lengths. Blocks start at each sequence's first token, so a sequence is cut alike wherever it lies.
 """
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._sharing import of_own
 from .launch import launch
 
 _TILE = 1024
@@ -40,8 +43,23 @@ class Blocks:
         return self.items.shape[0]
 
 
-def cut_into_blocks(cu_seqlens: Tensor, tokens: int, size: int) -> Blocks:
-    """The :class:`Blocks` of ``cu_seqlens`` int32 ``[N + 1]``, whose values lie in 0 to ``tokens``."""
+def cut_into_blocks(cu_seqlens: Tensor, tokens: int, size: int, padding: bool = False) -> Blocks:
+    """The :class:`Blocks` of ``cu_seqlens`` int32 ``[N + 1]``, whose values lie in 0 to ``tokens``.
+
+    With ``padding`` the tokens behind the last offset are one more sequence, so that kernels write 0 there.
+    """
+
+    def make() -> Blocks:
+        return _cut(_with_padding(cu_seqlens, tokens) if padding else cu_seqlens, tokens, size)
+
+    return of_own(cu_seqlens, ("blocks", tokens, size, padding), make)
+
+
+def _with_padding(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    return torch.nn.functional.pad(cu_seqlens, (0, 1), value=tokens)
+
+
+def _cut(cu_seqlens: Tensor, tokens: int, size: int) -> Blocks:
     sequences = cu_seqlens.shape[0] - 1
     # Each token but the last of a block, and each sequence, adds at most one block.
     most = min(tokens, tokens // size + sequences)
@@ -100,6 +118,10 @@ def longest_first(cu_seqlens: Tensor) -> Tuple[Tensor, Tensor]:
 
     For kernels that walk along a sequence: the longest decides how long they take, so it starts first.
     """
+    return of_own(cu_seqlens, "longest first", lambda: _order(cu_seqlens))
+
+
+def _order(cu_seqlens: Tensor) -> Tuple[Tensor, Tensor]:
     lengths = torch.diff(cu_seqlens)
     order = torch.argsort(lengths, descending=True, stable=True).to(torch.int32)
     return order, (lengths > 0).sum(dtype=torch.int32).reshape(1)

@@ -118,7 +118,9 @@ def flash_attn_varlen_fwd(
     )  # fmt: skip
     live = torch.arange(q.shape[0], device=q.device) < cu_seqlens_q[-1]
     lse = torch.where(live, lse.masked_fill(lse == float("inf"), float("-inf")), 0.0)
-    return clear_padding(out.contiguous(), cu_seqlens_q), lse
+    out = out.contiguous()
+    clear_padding(cu_seqlens_q, out)
+    return out, lse
 
 
 def flash_attn_varlen_bwd(
@@ -157,12 +159,10 @@ def flash_attn_varlen_bwd(
         dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], 0.0, left < 0 and right == 0,
         unused, unused, scale=softmax_scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return (
-        clear_padding(dq.contiguous(), cu_seqlens_q),
-        clear_padding(dk.contiguous(), cu_seqlens_k),
-        clear_padding(dv.contiguous(), cu_seqlens_k),
-        lse.new_empty((0,)),
-    )
+    dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
+    clear_padding(cu_seqlens_q, dq)
+    clear_padding(cu_seqlens_k, dk, dv)
+    return dq, dk, dv, lse.new_empty((0,))
 
 
 def _aligned(tensor: Tensor) -> Tensor:

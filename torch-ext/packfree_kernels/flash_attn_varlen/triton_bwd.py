@@ -25,7 +25,6 @@ from .._triton.attention import (
     tile,
     tile_rows,
     visible_keys,
-    with_padding,
 )
 from .._triton.launch import Target, dot_precision, launch, padded, programs, target
 from .._triton.work import cut_into_blocks
@@ -108,7 +107,7 @@ def flash_attn_varlen_bwd(
     kind = (target(q), max(dims), q.element_size(), dropout_p > 0)
     shape = query_tile(*kind)
     rows = Rows(shape.pop("BM"), heads // kv_heads)
-    blocks = cut_into_blocks(with_padding(cu_seqlens_q, tokens), tokens, rows.tokens)
+    blocks = cut_into_blocks(cu_seqlens_q, tokens, rows.tokens, padding=True)
     launch(
         _backward_queries, programs(q, blocks.most * kv_heads * rows.chunks, 8),
         dout, dlse, q, k, v, out, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, ranges, seed, blocks.items, blocks.count,
@@ -117,7 +116,7 @@ def flash_attn_varlen_bwd(
     )  # fmt: skip
     shape = key_tile(*kind)
     rows = Rows(shape.pop("BM"), heads // kv_heads)
-    blocks = cut_into_blocks(with_padding(cu_seqlens_k, keys), keys, shape["BN"])
+    blocks = cut_into_blocks(cu_seqlens_k, keys, shape["BN"], padding=True)
     seen_by = None
     if ranges is not None:
         seen_by = ranges.new_empty((blocks.most, 2))

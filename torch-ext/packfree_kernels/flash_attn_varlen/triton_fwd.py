@@ -26,7 +26,6 @@ from .._triton.attention import (
     tile,
     tile_rows,
     visible_keys,
-    with_padding,
 )
 from .._triton.launch import Target, dot_precision, launch, padded, programs, target
 from .._triton.work import cut_into_blocks
@@ -73,7 +72,7 @@ def flash_attn_varlen_fwd(
     dims = padded(key_dim), padded(value_dim)
     shape = forward_tile(target(q), max(dims), q.element_size(), dropout_p > 0)
     rows = Rows(shape.pop("BM"), heads // kv_heads)
-    blocks = cut_into_blocks(with_padding(cu_seqlens_q, tokens), tokens, rows.tokens)
+    blocks = cut_into_blocks(cu_seqlens_q, tokens, rows.tokens, padding=True)
     launch(
         _forward, programs(q, blocks.most * kv_heads * rows.chunks, 8),
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, ranges, s_aux, dropout_seed(seed, dropout_p),

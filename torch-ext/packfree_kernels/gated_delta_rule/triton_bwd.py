@@ -12,6 +12,7 @@ from .._triton.delta import chunk_of, load_head, load_heads, load_rows, store_he
 from .._triton.delta_bwd import backward, finish_rows
 from .._triton.delta_sizes import Sizes, dense, serves
 from .._triton.launch import launch
+from .._triton.padding import clear_padding
 from .triton_fwd import prepare
 
 
@@ -106,7 +107,7 @@ def gated_delta_rule_bwd(
         _take_decay, programs, g, prepared.read, prepared.mix, d.read, d.mix, *blocks, d_qk, d_kk, d_pairs,
         HV=sizes.value_heads, C=sizes.chunk, num_warps=8, num_stages=1,
     )  # fmt: skip
-    d_q, d_k, dg = torch.empty_like(d.q_start), torch.empty_like(d.q_start), torch.zeros_like(g)
+    d_q, d_k, dg = torch.empty_like(d.q_start), torch.empty_like(d.q_start), torch.empty_like(g)
     launch(
         _row_and_decay_gradients, programs, q, k, q.stride(0), q.stride(1), k.stride(0), k.stride(1), prepared.q_factor,
         prepared.k_factor, g, d_qk, d_kk, d_pairs, d.q_start, d.k_start, d.k_end, d.over, *blocks, d_q, d_k, dg,
@@ -114,4 +115,5 @@ def gated_delta_rule_bwd(
     )  # fmt: skip
     dq = finish_rows(sizes, q, d_q, cu_seqlens, scale, l2norm)
     dk = finish_rows(sizes, k, d_k, cu_seqlens, 1.0, l2norm)
+    clear_padding(cu_seqlens, dq, dk, d.v, dg, d.beta)
     return dq, dk, d.v, dg, d.beta, g.new_empty((0,)) if d.initial_state is None else d.initial_state

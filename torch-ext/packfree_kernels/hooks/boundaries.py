@@ -8,7 +8,7 @@ from typing import Any, List, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .. import packing
+from .. import _sharing, packing
 from .._checks import value_error
 from . import completion, guards, internals, spellings
 from .context import Boundaries
@@ -169,7 +169,8 @@ def _beside_positions(
     behind = packing.starts_from_position_ids(positions).reshape(-1)[end:].nonzero().squeeze(-1) + end
     if call.get("seq_idx") is not None or not behind.numel():
         return cu_seqlens
-    return torch.cat([cu_seqlens, behind, behind.new_tensor([batch.tokens])]).unique().to(torch.int32)
+    together = torch.cat([cu_seqlens, behind, behind.new_tensor([batch.tokens])]).unique().to(torch.int32)
+    return _sharing.own(together, batch.tokens)
 
 
 def _check_numbers_count(op: str, mask: Mask, starts: Tensor, positions: Tensor) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import packing
+from .. import _sharing, packing
 from .._checks import value_error
 from . import guards, internals, spellings
 from .context import Boundaries
@@ -22,15 +22,20 @@ def complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens: 
         ValueError: companions of the offsets contradict them; positions or a model that would mix the samples.
     """
     rows, length, _ = batch
+    # What layers make of them ends with this forward and its backward, however long the caller keeps the batch.
+    cu_seqlens = _sharing.alias(cu_seqlens)
     seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, batch.tokens).view(rows, length)
+    if rows == 1:
+        packing.tell_labels(seq_idx, cu_seqlens)
     max_length = _longest(op, call, cu_seqlens, batch)
     config = internals.text_config(model)
     if call.get("position_ids") is None and _may_count_positions(model, call, signature):
         call["position_ids"] = _count_positions(model, cu_seqlens, seq_idx)
     _check_positions(model, op, call, cu_seqlens, batch)
+    # Labels of one row say no more than these offsets; those of several tell padding between the rows, too.
+    if signature.any_keyword if call.get("seq_idx") is None else rows == 1:
+        call["seq_idx"] = seq_idx
     if signature.any_keyword:
-        if call.get("seq_idx") is None:
-            call["seq_idx"] = seq_idx
         call.update(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens)
         for name in internals.LONGEST_KEYWORDS:
             # A trace would be good for the caller's number only, and another one cost a new graph.

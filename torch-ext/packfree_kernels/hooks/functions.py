@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, FrozenSet, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import packing
+from .. import _sharing, packing
 from .._checks import type_error, value_error
 from .._devices import served_devices
 from ..causal_conv1d.api import ACTIVATIONS, WIDTHS
@@ -90,8 +90,15 @@ def explicit_boundaries(
             device = _device_of(cu_seqlens)
             cu_seqlens = packing.check_cu_seqlens(name, cu_seqlens, batch * length, device, "cu_seq_lens_q")
             packing.check_rows_are_cut(name, cu_seqlens, batch, length, "cu_seq_lens_q")
-        seq_idx = packing.seq_idx_from_cu_seqlens(cu_seqlens, batch * length).view(batch, length)
+        seq_idx = _labels_of_rows(cu_seqlens, batch, length)
     return {} if seq_idx is None else {"seq_idx": seq_idx}
+
+
+def _labels_of_rows(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+    def make() -> Tensor:
+        return packing.seq_idx_from_cu_seqlens(cu_seqlens, batch * length).view(batch, length)
+
+    return _sharing.of_own(cu_seqlens, ("labels of rows", batch, length), make)
 
 
 def _offsets(name: str, tokens: int, keywords: Dict[str, Any], checked: bool) -> Optional[Tensor]:

@@ -15,11 +15,34 @@ from collections import deque
 from typing import Callable, Deque, NamedTuple, Optional
 
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdRef
 
+from .. import _sharing
 from .context import Boundaries
 
 # Forwards whose backward pass may still come. They hold a few integers a token each, so not all are kept.
 _MOST = 32
+
+
+class _Remembered:
+    """A tensor of boundaries, without what layers make of it, which ends with the backward pass that needs it.
+
+    Whoever asks gets the tensor of the forward as long as somebody has it, and then another one that says the same.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._lend(tensor)
+
+    def _lend(self, tensor: Tensor) -> None:
+        self._kept, self._lent = _sharing.alias(tensor), WeakIdRef(tensor)
+
+    def recall(self) -> Tensor:
+        tensor = self._lent()
+        if tensor is None:
+            tensor = self._kept
+            self._lend(tensor)
+        return tensor
 
 
 class _Forward(NamedTuple):
@@ -28,6 +51,20 @@ class _Forward(NamedTuple):
     first: int
     end: int
     boundaries: Optional[Boundaries]
+    cu_seqlens: Optional[_Remembered] = None
+    seq_idx: Optional[_Remembered] = None
+
+    @staticmethod
+    def of(first: int, end: int, boundaries: Optional[Boundaries]) -> "_Forward":
+        if boundaries is None:
+            return _Forward(first, end, None)
+        cu_seqlens, seq_idx = _Remembered(boundaries.cu_seqlens), _Remembered(boundaries.seq_idx)
+        return _Forward(first, end, boundaries._replace(cu_seqlens=None, seq_idx=None), cu_seqlens, seq_idx)
+
+    def recall(self) -> Optional[Boundaries]:
+        if self.boundaries is None:
+            return None
+        return self.boundaries._replace(cu_seqlens=self.cu_seqlens.recall(), seq_idx=self.seq_idx.recall())
 
 
 class _Forwards:
@@ -64,7 +101,7 @@ def note_forward(first: int, boundaries: Optional[Boundaries]) -> None:
     kept = _forwards.kept
     if len(kept) == _MOST and kept[0].boundaries is not None:
         _forwards.forgotten_end = max(_forwards.forgotten_end, kept[0].end)
-    kept.append(_Forward(first, end, boundaries))
+    kept.append(_Forward.of(first, end, boundaries))
 
 
 @constant_in_a_trace
@@ -95,12 +132,11 @@ def boundaries_of_recompute(needed: bool = True) -> Optional[Boundaries]:
     if node is None:
         return None
     number, forwards = node._sequence_nr(), list(_forwards.kept)
-    found = [forward.boundaries for forward in forwards if forward.first <= number < forward.end]
+    found = [forward for forward in forwards if forward.first <= number < forward.end]
     if len(found) == 1:
-        return found[0]
+        return found[0].recall()
     # Several: threads that number alike. None: a forgotten forward, or a checkpoint made inside a recompute.
-    doubtful = found or [forward.boundaries for forward in forwards]
-    unpacked = all(boundaries is None for boundaries in doubtful) and number >= _forwards.forgotten_end
+    unpacked = all(forward.boundaries is None for forward in found or forwards) and number >= _forwards.forgotten_end
     if needed and (_forwards.any_compiled or not unpacked):
         raise unknown()
     return None

@@ -12,6 +12,7 @@ from .._triton.delta import chunk_of, load_heads, load_rows, store_heads
 from .._triton.delta_bwd import backward, finish_rows
 from .._triton.delta_sizes import Sizes, dense, serves
 from .._triton.launch import launch
+from .._triton.padding import clear_padding
 from .triton_fwd import halves, prepare
 from .triton_gate import gate_gradients, gated
 
@@ -112,7 +113,7 @@ def kda_bwd(
     prepared = prepare(sizes, q, k, log_decay, beta, cu_seqlens, scale, l2norm, for_backward=True)
     d = backward(sizes, prepared, dout, dfinal_state, v, beta, cu_seqlens, initial_state)
     d_q, d_k_by_read, d_k, dg_by_read = (torch.empty_like(g) for _ in range(4))
-    d_log_decay = torch.zeros_like(g)
+    d_log_decay = torch.empty_like(g)
     keys = (k, k.stride(0), k.stride(1), prepared.k_factor)
     behind = (cu_seqlens, sizes.blocks.items, sizes.blocks.count)
     for side in (
@@ -126,8 +127,12 @@ def kda_bwd(
             **dict(sizes.constants, BK=16), H=sizes.key_heads, LEVELS=sizes.chunk.bit_length() - 1, num_warps=8,
             num_stages=1,
         )  # fmt: skip
-    dg, da_log, ddt_bias = gate_gradients(sizes, g, a_log, dt_bias, lower_bound, cu_seqlens, d_log_decay)
+    dg, d_rates = gate_gradients(sizes, g, a_log, dt_bias, lower_bound, cu_seqlens, d_log_decay)
     dq = finish_rows(sizes, q, d_q, cu_seqlens, scale, l2norm)
     dk = finish_rows(sizes, k, d_k, cu_seqlens, 1.0, l2norm)
+    clear_padding(cu_seqlens, dq, dk, d.v, dg, d.beta, d_rates)
+    # Sums over tokens are torch's, whose order is fixed by the shape.
+    da_log = d_rates if a_log is None else d_rates.sum(0)
+    ddt_bias = g.new_empty((0,)) if a_log is None or dt_bias is None else dg.sum(0)
     dinitial_state = g.new_empty((0,)) if d.initial_state is None else d.initial_state
     return dq, dk, d.v, dg, d.beta, da_log, ddt_bias, dinitial_state

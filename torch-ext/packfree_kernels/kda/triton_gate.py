@@ -125,18 +125,18 @@ def gate_gradients(
     lower_bound: Optional[float],
     cu_seqlens: Tensor,
     d_log_decay: Tensor,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """Gradients of g, a_log and dt_bias, the latter two of size 0 where there is none.
+) -> Tuple[Tensor, Tensor]:
+    """At all tokens of sequences, the gradient of g, and ``[T, HV]`` what each token gives to that of a_log.
 
-    Sums over tokens are torch's, whose order is fixed by the shape.
+    Without ``a_log`` the latter has no elements.
     """
     if a_log is None:
-        return d_log_decay, g.new_empty((0,)), g.new_empty((0,))
-    dg, d_rates = torch.zeros_like(g), g.new_zeros(g.shape[:2])
+        return d_log_decay, g.new_empty((0,))
+    dg, d_rates = torch.empty_like(g), g.new_empty(g.shape[:2])
     launch(_gate_gradients, sizes.chunk_programs(g, sizes.value_heads), g, a_log, dt_bias, _number(lower_bound),
            d_log_decay, cu_seqlens, sizes.blocks.items, sizes.blocks.count, dg, d_rates,
            **_constants(sizes, lower_bound))  # fmt: skip
-    return dg, d_rates.sum(0), g.new_empty((0,)) if dt_bias is None else dg.sum(0)
+    return dg, d_rates
 
 
 def _number(lower_bound: Optional[float]) -> float:

@@ -148,7 +148,7 @@ def mamba_chunk_scan_combined(
         A.to(wide),
         B.reshape(packing.tokens, groups, state_dim),
         C.reshape(packing.tokens, groups, state_dim),
-        None if D is None else D.to(wide),
+        None if D is None else D.to(wide).contiguous(),
         None if z is None else z.reshape(packing.tokens, heads, head_dim),
         None if dt_bias is None else dt_bias.to(wide),
     )

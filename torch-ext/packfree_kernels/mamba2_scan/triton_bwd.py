@@ -30,6 +30,7 @@ from .._triton.mamba2_chunk import (
 )
 from .._triton.work import Blocks, cut_into_blocks, longest_first
 from .triton_fwd import advance_states
+from .triton_sums import sums_over_lanes
 
 # Heads of a group that one program runs, at most: dB and dC are summed over them first. A constant, because the order
 # of a sum decides its bits.
@@ -69,10 +70,12 @@ def mamba2_scan_bwd(
         dy = dy.contiguous()
         chunks = cut_into_blocks(cu_seqlens, x.shape[0], scan.plan.chunk)
         steps = scan.steps(chunks)
-        states = advance_states(scan, steps, None)
-        d_states = _return_states(scan, steps, dy, dfinal_state, dinitial_state)
-        dD, around = _channel_gradients(scan, chunks, steps, states, d_states, dy, dfinal_state, dx, dz)
-        dA, ddt_bias = _step_gradients(scan, chunks, steps, around, dy, ddt)
+        walk = longest_first(scan.cu_seqlens)
+        states = advance_states(scan, walk, steps, None)
+        d_states = _return_states(scan, walk, steps, dy, dfinal_state, dinitial_state)
+        d_skips, around = _channel_gradients(scan, chunks, steps, states, d_states, dy, dfinal_state, dx, dz)
+        d_rates, d_biases = _step_gradients(scan, chunks, steps, around, dy, ddt)
+        dD, dA, ddt_bias = sums_over_lanes(d_skips, d_rates, d_biases)
         _group_gradients(scan, chunks, steps, d_states, dfinal_state, dy, scan.C, True, dB)
         _group_gradients(scan, chunks, steps, states, scan.initial_state, dy, scan.B, False, dC)
     else:
@@ -91,11 +94,12 @@ def mamba2_scan_bwd(
 
 
 def _return_states(
-    scan: ScanInputs, steps: Tensor, dy: Tensor, dfinal_state: Optional[Tensor], dinitial_state: Optional[Tensor]
-) -> Tensor:
+    scan: ScanInputs, walk: Tuple[Tensor, Tensor], steps: Tensor, dy: Tensor, dfinal_state: Optional[Tensor],
+    dinitial_state: Optional[Tensor],
+) -> Tensor:  # fmt: skip
     """Gradients of the states that ``advance_states`` returns, at their places; fills ``dinitial_state`` if any."""
     d_states = scan.new_states()
-    order, walked = longest_first(scan.cu_seqlens)
+    order, walked = walk
     constants = scan.constants(scan.plan.walked)
     tiles = head_tiles(constants) * column_tiles(constants)
     launch(
@@ -123,9 +127,9 @@ def _channel_gradients(
     scan: ScanInputs, chunks: Blocks, steps: Tensor, states: Tensor, d_states: Tensor, dy: Tensor,
     dfinal_state: Optional[Tensor], dx: Tensor, dz: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
-    """Fills dx and dz, and returns dD and what ``_step_gradients`` needs, fp32 ``[3, H, T]``: gradients of the decays
-    from a chunk's start times that decay, of the step by what the state behind the chunk takes of the token, and of the
-    decay over the chunk times that decay, once for each token.
+    """Fills dx and dz, and returns what each lane gives to dD, ``[lanes, H, P]``, and what ``_step_gradients`` needs,
+    fp32 ``[3, H, T]``: gradients of the decays from a chunk's start times that decay, of the step by what the state
+    behind the chunk takes of the token, and of the decay over the chunk times that decay, once for each token.
     """
     tokens, heads, head_dim = scan.x.shape
     lanes, constants = _lanes(scan), scan.constants(scan.plan.tight)
@@ -144,13 +148,13 @@ def _channel_gradients(
         CLEARED=CLEARED,
         **constants,
     )  # fmt: skip
-    return d_skips.sum(0), around
+    return d_skips, around
 
 
 def _step_gradients(
     scan: ScanInputs, chunks: Blocks, steps: Tensor, around: Tensor, dy: Tensor, ddt: Tensor
 ) -> Tuple[Tensor, Tensor]:
-    """Fills ddt, and returns dA and ddt_bias."""
+    """Fills ddt, and returns what each lane gives to dA and ddt_bias, ``[lanes, H]``."""
     tokens, heads, _ = scan.x.shape
     lanes, constants = _lanes(scan), scan.constants(scan.plan.tight)
     d_rates, d_biases = scan.dt.new_empty((lanes, heads)), scan.dt.new_empty((lanes, heads))
@@ -166,7 +170,7 @@ def _step_gradients(
         CLEARED=CLEARED,
         **constants,
     )  # fmt: skip
-    return d_rates.sum(0), d_biases.sum(0)
+    return d_rates, d_biases
 
 
 def _group_gradients(

@@ -61,14 +61,20 @@ def mamba2_scan_fwd(
     if y.numel() > 0:
         chunks = cut_into_blocks(cu_seqlens, x.shape[0], scan.plan.chunk)
         steps = scan.steps(chunks)
-        _read(scan, chunks, steps, advance_states(scan, steps, final_state), y)
+        states = advance_states(scan, longest_first(scan.cu_seqlens), steps, final_state)
+        _read(scan, chunks, steps, states, y)
     return y, dt.new_empty((0,)) if final_state is None else final_state
 
 
-def advance_states(scan: ScanInputs, steps: Tensor, final_state: Optional[Tensor]) -> Tensor:
-    """States before each chunk but a sequence's first, ``[slots, H, P, S]``; fills ``final_state`` if there is one."""
+def advance_states(
+    scan: ScanInputs, walk: Tuple[Tensor, Tensor], steps: Tensor, final_state: Optional[Tensor]
+) -> Tensor:
+    """States before each chunk but a sequence's first, ``[slots, H, P, S]``; fills ``final_state`` if there is one.
+
+    ``walk`` is :func:`longest_first` of the offsets.
+    """
     states = scan.new_states()
-    order, walked = longest_first(scan.cu_seqlens)
+    order, walked = walk
     constants = scan.constants(scan.plan.walked)
     tiles = head_tiles(constants) * column_tiles(constants)
     launch(
