@@ -48,7 +48,7 @@ struct ConvWork {
     for (int64_t first = 0; first < end;) {
       const int64_t row_end = (first / args.row_tokens + 1) * args.row_tokens;
       const int64_t last = std::min({first + kConvGroupTokens, row_end, end});
-      blocks.push_back({first, last, reach.data() + first});
+      blocks.push_back({first, last, first % args.row_tokens, reach.data() + first});
       first = last;
     }
     groups = CutNeighbours(static_cast<int64_t>(blocks.size()), kConvGroupTokens,

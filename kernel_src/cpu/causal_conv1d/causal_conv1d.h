@@ -19,6 +19,7 @@ constexpr int64_t kConvGroupTokens = 512;
 struct ConvBlock {
   int64_t first;
   int64_t last;
+  int64_t row_place;  // of the first, in its row
   // How many tokens back each of them may look, W - 1 at most: its place in its sequence. Those of W - 1 tokens and a
   // register behind the block may be read too; a token of another row or behind the last sequence begins anew.
   const int32_t* reach;

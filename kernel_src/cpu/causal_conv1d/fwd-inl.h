@@ -67,31 +67,38 @@ PACKFREE_INLINE void LoadSeen(const Elem* x, int64_t x_token, Vec<Acc> (&seen)[W
   for (int k = 0; k < W; ++k) seen[k] = Load<Acc>(x - (W - 1 - k) * x_token);
 }
 
+// One register of it, lane by lane: for tokens that may see an initial state or stand at the beginning of a row.
+template <class Acc, int W, bool kChannelsLast, class Elem>
+inline __attribute__((noinline)) Vec<Acc> SeenLanes(const ConvArgs& args, const ConvBlock& block, const Elem* x,
+                                                    const ConvPlace& place, int lag) {
+  Acc lanes[kLanes<Acc>] = {};
+  for (int i = 0; i < place.lanes; ++i) {
+    const int64_t t = kChannelsLast ? place.t : place.t + i;
+    const int64_t channel = kChannelsLast ? place.channel + i : place.channel;
+    lanes[i] = SeenOne<Acc, W>(args, block, x + i, t, channel, lag);
+  }
+  return Load<Acc>(static_cast<const Acc*>(lanes));
+}
+
 // The same for any register.
 template <class Acc, int W, bool kChannelsLast, class Elem>
-inline void LoadSeenAnywhere(const ConvArgs& args, const ConvBlock& block, const Elem* x, const ConvPlace& place,
-                             Vec<Acc> (&seen)[W]) {
+PACKFREE_INLINE void LoadSeenAnywhere(const ConvArgs& args, const ConvBlock& block, const Elem* x,
+                                      const ConvPlace& place, Vec<Acc> (&seen)[W]) {
   const int32_t* reach = block.reach + place.t;
-  const bool states = args.initial_state != nullptr;
+  const IntVec<Acc> reaches = LoadReach<Acc>(reach);
   // What lies before the row is not read, not even to be left out.
-  const bool row_start = (block.first + place.t) % args.row_tokens < W - 1;
+  const bool by_lanes = args.initial_state != nullptr || (!kChannelsLast && block.row_place + place.t < W - 1);
   for (int k = 0; k < W; ++k) {
     const int lag = W - 1 - k;
     const Elem* source = x - lag * args.x_strides.token;
-    if (kChannelsLast ? lag <= reach[0] : lag == 0) {
+    if (lag == 0 || (kChannelsLast && lag <= reach[0])) {
       seen[k] = LoadUpTo<Acc>(source, place.lanes);
-    } else if (kChannelsLast && !states) {
+    } else if (by_lanes) {
+      seen[k] = SeenLanes<Acc, W, kChannelsLast>(args, block, x, place, lag);
+    } else if (kChannelsLast) {
       seen[k] = Zero<Acc>();
-    } else if (!kChannelsLast && !states && !row_start) {
-      seen[k] = Select(LoadReach<Acc>(reach) >= lag, LoadUpTo<Acc>(source, place.lanes), Zero<Acc>());
     } else {
-      Acc lanes[kLanes<Acc>] = {};
-      for (int i = 0; i < place.lanes; ++i) {
-        const int64_t t = kChannelsLast ? place.t : place.t + i;
-        const int64_t channel = kChannelsLast ? place.channel + i : place.channel;
-        lanes[i] = SeenOne<Acc, W>(args, block, x + i, t, channel, lag);
-      }
-      seen[k] = Load<Acc>(static_cast<const Acc*>(lanes));
+      seen[k] = Select(reaches >= lag, LoadUpTo<Acc>(source, place.lanes), Zero<Acc>());
     }
   }
 }

@@ -7,9 +7,9 @@
 // Advances kStates states over the block. With kKeep, stores a in `decay` and a h_before in `decayed`,
 // [tokens, kStates, L] each.
 template <class Acc, int kStates, bool kFixedB, bool kKeep>
-inline __attribute__((noinline)) void RecomputeTokens(int64_t tokens, const Acc* delta, const Acc* input,
-                                                      const Acc* rate2, const Acc* B, int64_t stride, const Acc* before,
-                                                      Acc* after, Acc* decay, Acc* decayed) {
+inline __attribute__((noinline)) void RecomputeTokens(int64_t tokens, const uint8_t* begins, const Acc* delta,
+                                                      const Acc* input, const Acc* rate2, const Acc* B, int64_t stride,
+                                                      const Acc* before, Acc* after, Acc* decay, Acc* decayed) {
   constexpr int L = kLanes<Acc>;
   Vec<Acc> rate[kStates], h[kStates], b[kStates];
 #pragma GCC unroll 8
@@ -20,6 +20,10 @@ inline __attribute__((noinline)) void RecomputeTokens(int64_t tokens, const Acc*
   }
   for (int64_t t = 0; t < tokens; ++t) {
     const Vec<Acc> step = Load<Acc>(delta + t * L), in = Load<Acc>(input + t * L);
+    if (begins != nullptr && begins[t]) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kStates; ++i) h[i] = Zero<Acc>();
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < kStates; ++i) {
       if (!kFixedB) b[i] = Set<Acc>(B[t * stride + i]);
@@ -37,9 +41,11 @@ inline __attribute__((noinline)) void RecomputeTokens(int64_t tokens, const Acc*
   for (int i = 0; i < kStates; ++i) Store(after + i * L, h[i]);
 }
 
-// One lane group's tiles of a block, [kScanTokens, L] each; see ScanBackwardTiles.
+// Where sequences begin in a block (null: nowhere), and one lane group's tiles of it, [kScanTokens, L] each; see
+// ScanBackwardTiles.
 template <class Acc>
 struct ScanLaneGroup {
+  const uint8_t* begins;
   const Acc* delta;
   const Acc* input;
   const Acc* dy;
@@ -100,6 +106,11 @@ inline __attribute__((noinline)) void ReverseTokens(int64_t tokens, const ScanLa
       dA[i] = MulAdd(dexponent, step, dA[i]);
       carried[i] = dh * Load<Acc>(decay + place);
     }
+    if (lanes.begins != nullptr && lanes.begins[t]) {
+      // Not by a factor of 0: what another sequence carries may be no number.
+#pragma GCC unroll 8
+      for (int i = 0; i < kStates; ++i) carried[i] = Zero<Acc>();
+    }
     AddTo(lanes.y + t * L, y);
     AddTo(lanes.dinput + t * L, din);
     AddTo(lanes.drate + t * L, drate);
@@ -116,7 +127,7 @@ inline __attribute__((noinline)) void ReverseTokens(int64_t tokens, const ScanLa
 // Advances all states of the item over a block of full length, from `before` to `after`, [groups, N, L] each.
 template <class Acc, bool kFixedB>
 inline void AdvanceStates(const ScanBackwardArgs& args, const ScanItem& item, const ScanBackwardTiles<Acc>& tiles,
-                          const Acc* before, Acc* after) {
+                          const uint8_t* begins, const Acc* before, Acc* after) {
   constexpr int L = kLanes<Acc>;
   constexpr int64_t kStep = kFixedB ? L : 1;
   const ScanTiles<Acc>& shared = tiles.shared;
@@ -127,13 +138,13 @@ inline void AdvanceStates(const ScanBackwardArgs& args, const ScanItem& item, co
     int64_t n = 0;
     for (; n + kScanStatesTogether <= args.states; n += kScanStatesTogether) {
       const int64_t row = c * args.states + n * L;
-      RecomputeTokens<Acc, kScanStatesTogether, kFixedB, false>(kScanTokens, delta, input, shared.rate2 + row,
+      RecomputeTokens<Acc, kScanStatesTogether, kFixedB, false>(kScanTokens, begins, delta, input, shared.rate2 + row,
                                                                 B + n * kStep, shared.stride, before + row, after + row,
                                                                 nullptr, nullptr);
     }
     for (; n < args.states; ++n) {
       const int64_t row = c * args.states + n * L;
-      RecomputeTokens<Acc, 1, kFixedB, false>(kScanTokens, delta, input, shared.rate2 + row, B + n * kStep,
+      RecomputeTokens<Acc, 1, kFixedB, false>(kScanTokens, begins, delta, input, shared.rate2 + row, B + n * kStep,
                                               shared.stride, before + row, after + row, nullptr, nullptr);
     }
   }
@@ -179,10 +190,11 @@ inline void ReverseStates(const ScanBackwardArgs& args, const ScanItem& item, co
     const Acc* B = kFixedB ? shared.fixed_B + row : shared.B + n;
     const Acc* C = kFixedC ? shared.fixed_C + row : shared.C + n;
     const int64_t tile = c * kScanTokens;
-    const ScanLaneGroup<Acc> lanes = {tiles.delta + tile, tiles.input + tile,  tiles.dy + tile,
-                                      tiles.y + tile,     tiles.dinput + tile, tiles.drate + tile};
-    RecomputeTokens<Acc, kStates, kFixedB, true>(tokens, lanes.delta, lanes.input, shared.rate2 + row, B, shared.stride,
-                                                 before + row, nullptr, tiles.decay, tiles.decayed);
+    const uint8_t* begins = BeginsAt(args, item, sequence, token);
+    const ScanLaneGroup<Acc> lanes = {begins,         tiles.delta + tile,  tiles.input + tile, tiles.dy + tile,
+                                      tiles.y + tile, tiles.dinput + tile, tiles.drate + tile};
+    RecomputeTokens<Acc, kStates, kFixedB, true>(tokens, begins, lanes.delta, lanes.input, shared.rate2 + row, B,
+                                                 shared.stride, before + row, nullptr, tiles.decay, tiles.decayed);
     ReverseTokens<Acc, kStates, kFixedB, kFixedC>(tokens, lanes, shared.rate + row, B, C, shared.stride, tiles.decay,
                                                   tiles.decayed, tiles.dstate + row, tiles.dB, tiles.dC,
                                                   tiles.parameters);
@@ -294,24 +306,25 @@ inline void FinishBlock(const ScanBackwardArgs& args, const ScanItem& item, cons
   }
 }
 
-// Checkpoints of a sequence: the states before each block, of which the first stands in `checkpoints` already.
+// Checkpoints of a span: the states before each block, of which the first stands in `checkpoints` already.
 template <class Acc>
 inline void RecomputeCheckpoints(const ScanBackwardArgs& args, const ScanItem& item,
-                                 const ScanBackwardTiles<Acc>& tiles, int64_t sequence) {
+                                 const ScanBackwardTiles<Acc>& tiles, int64_t sequence, int64_t length) {
   constexpr int L = kLanes<Acc>;
   const int64_t size = args.states * kScanChannels;
   Acc* before = tiles.checkpoints;
-  for (int64_t token = 0; token + kScanTokens < args.packing.length(sequence); token += kScanTokens) {
+  for (int64_t token = 0; token + kScanTokens < length; token += kScanTokens) {
     LoadCoefficients<Acc>(args, args.B, item, sequence, token, kScanTokens, tiles.shared.B, tiles.shared.stride);
     for (int64_t c = 0; c < item.channels; c += L) {
       const int64_t tile = c * kScanTokens;
       LoadStep<Acc>(args, item, sequence, token, kScanTokens, c, tiles.shared.bias, tiles.u + tile, tiles.delta + tile,
                     tiles.input + tile, nullptr);
     }
+    const uint8_t* begins = BeginsAt(args, item, sequence, token);
     if (args.B.fixed) {
-      AdvanceStates<Acc, true>(args, item, tiles, before, before + size);
+      AdvanceStates<Acc, true>(args, item, tiles, begins, before, before + size);
     } else {
-      AdvanceStates<Acc, false>(args, item, tiles, before, before + size);
+      AdvanceStates<Acc, false>(args, item, tiles, begins, before, before + size);
     }
     before += size;
   }
@@ -330,14 +343,15 @@ void ScanBackwardItem(const ScanBackwardArgs& args, const ScanItem& item, int64_
       StoreUpTo(partial + row * args.channels + c, Zero<Acc>(), LanesOf<Acc>(item, c));
     }
   }
-  for (int64_t n = item.first; n < item.last; ++n) {
-    const int64_t length = args.packing.length(n), state_size = args.channels * args.states;
+  for (int64_t n = item.first, end; n < item.last; n = end) {
+    end = SpanEnd(args, item, n);
+    const int64_t length = args.packing.eos(end - 1) - args.packing.bos(n), state_size = args.channels * args.states;
     const Acc* dfinal = static_cast<const Acc*>(args.dfinal_state);
     if (dfinal != nullptr) dfinal += n * state_size;
     LoadChannelRows<Acc>(args, item, dfinal, tiles.dstate);
     if (length > 0) {
       LoadInitialState<Acc>(args, item, n, tiles.checkpoints);
-      RecomputeCheckpoints<Acc>(args, item, tiles, n);
+      RecomputeCheckpoints<Acc>(args, item, tiles, n, length);
     }
     for (int64_t block = (length + kScanTokens - 1) / kScanTokens - 1; block >= 0; --block) {
       const int64_t token = block * kScanTokens;

@@ -1,10 +1,12 @@
-// Forward source of the selective scan. Lanes are channels; a sequence's tokens are run through in order.
+// Forward source of the selective scan. Lanes are channels; the tokens of a sequence, or of neighbours that form one
+// span, are run through in order.
 
 // y[t] += sum over kStates states of C h, with h = exp(delta A) h + (delta u) B; `state` [kStates, L] is advanced.
-// B and C are rows [states] of a token, `stride` apart, or where fixed one register a state.
+// B and C are rows [states] of a token, `stride` apart, or where fixed one register a state. A sequence starts from 0.
 template <class Acc, int kStates, bool kFixedB, bool kFixedC>
-inline __attribute__((noinline)) void ScanTokens(int64_t tokens, const Acc* delta, const Acc* input, const Acc* rate2,
-                                                 const Acc* B, const Acc* C, int64_t stride, Acc* state, Acc* y) {
+inline __attribute__((noinline)) void ScanTokens(int64_t tokens, const uint8_t* begins, const Acc* delta,
+                                                 const Acc* input, const Acc* rate2, const Acc* B, const Acc* C,
+                                                 int64_t stride, Acc* state, Acc* y) {
   constexpr int L = kLanes<Acc>;
   Vec<Acc> rate[kStates], h[kStates], b[kStates], c[kStates];
 #pragma GCC unroll 8
@@ -17,6 +19,10 @@ inline __attribute__((noinline)) void ScanTokens(int64_t tokens, const Acc* delt
   for (int64_t t = 0; t < tokens; ++t) {
     const Vec<Acc> step = Load<Acc>(delta + t * L), in = Load<Acc>(input + t * L);
     Vec<Acc> sum = Zero<Acc>();
+    if (begins != nullptr && begins[t]) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kStates; ++i) h[i] = Zero<Acc>();
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < kStates; ++i) {
       if (!kFixedB) b[i] = Set<Acc>(B[t * stride + i]);
@@ -32,8 +38,8 @@ inline __attribute__((noinline)) void ScanTokens(int64_t tokens, const Acc* delt
 
 // All states of one lane group: four at a time, the rest one by one.
 template <class Acc, bool kFixedB, bool kFixedC>
-inline void ScanStates(const ScanArgs& args, const ScanTiles<Acc>& tiles, int64_t c, int64_t tokens, const Acc* delta,
-                       const Acc* input, Acc* y) {
+inline void ScanStates(const ScanArgs& args, const ScanTiles<Acc>& tiles, int64_t c, int64_t tokens,
+                       const uint8_t* begins, const Acc* delta, const Acc* input, Acc* y) {
   constexpr int L = kLanes<Acc>;
   const Acc* rate2 = tiles.rate2 + c * args.states;
   const Acc* B = kFixedB ? tiles.fixed_B + c * args.states : tiles.B;
@@ -42,11 +48,11 @@ inline void ScanStates(const ScanArgs& args, const ScanTiles<Acc>& tiles, int64_
   Acc* state = tiles.state + c * args.states;
   int64_t n = 0;
   for (; n + kScanStatesTogether <= args.states; n += kScanStatesTogether) {
-    ScanTokens<Acc, kScanStatesTogether, kFixedB, kFixedC>(tokens, delta, input, rate2 + n * L, B + n * kStepB,
+    ScanTokens<Acc, kScanStatesTogether, kFixedB, kFixedC>(tokens, begins, delta, input, rate2 + n * L, B + n * kStepB,
                                                            C + n * kStepC, tiles.stride, state + n * L, y);
   }
   for (; n < args.states; ++n) {
-    ScanTokens<Acc, 1, kFixedB, kFixedC>(tokens, delta, input, rate2 + n * L, B + n * kStepB, C + n * kStepC,
+    ScanTokens<Acc, 1, kFixedB, kFixedC>(tokens, begins, delta, input, rate2 + n * L, B + n * kStepB, C + n * kStepC,
                                          tiles.stride, state + n * L, y);
   }
 }
@@ -73,12 +79,14 @@ void ScanForwardItem(const ScanForwardArgs& args, const ScanItem& item, void* sc
   const ScanForwardTiles<Acc> tiles(args, pieces);
   const ScanTiles<Acc>& shared = tiles.shared;
   LoadParameters<Acc>(args, item, shared);
-  for (int64_t n = item.first; n < item.last; ++n) {
-    const int64_t length = args.packing.length(n);
+  for (int64_t n = item.first, end; n < item.last; n = end) {
+    end = SpanEnd(args, item, n);
+    const int64_t length = args.packing.eos(end - 1) - args.packing.bos(n);
     if (length == 0 && args.final_state == nullptr) continue;
     LoadInitialState<Acc>(args, item, n, shared.state);
     for (int64_t token = 0; token < length; token += kScanTokens) {
       const int64_t tokens = length - token < kScanTokens ? length - token : kScanTokens;
+      const uint8_t* begins = BeginsAt(args, item, n, token);
       LoadCoefficients<Acc>(args, args.B, item, n, token, tokens, shared.B, shared.stride);
       LoadCoefficients<Acc>(args, args.C, item, n, token, tokens, shared.C, shared.stride);
       for (int64_t c = 0; c < item.channels; c += L) {
@@ -86,13 +94,13 @@ void ScanForwardItem(const ScanForwardArgs& args, const ScanItem& item, void* sc
         LoadStep<Acc>(args, item, n, token, tokens, c, shared.bias, tiles.u, tiles.delta, tiles.input, nullptr);
         ClearTile<Acc>(tokens, L, tiles.y, L);
         if (args.B.fixed && args.C.fixed) {
-          ScanStates<Acc, true, true>(args, shared, c, tokens, tiles.delta, tiles.input, tiles.y);
+          ScanStates<Acc, true, true>(args, shared, c, tokens, begins, tiles.delta, tiles.input, tiles.y);
         } else if (args.B.fixed) {
-          ScanStates<Acc, true, false>(args, shared, c, tokens, tiles.delta, tiles.input, tiles.y);
+          ScanStates<Acc, true, false>(args, shared, c, tokens, begins, tiles.delta, tiles.input, tiles.y);
         } else if (args.C.fixed) {
-          ScanStates<Acc, false, true>(args, shared, c, tokens, tiles.delta, tiles.input, tiles.y);
+          ScanStates<Acc, false, true>(args, shared, c, tokens, begins, tiles.delta, tiles.input, tiles.y);
         } else {
-          ScanStates<Acc, false, false>(args, shared, c, tokens, tiles.delta, tiles.input, tiles.y);
+          ScanStates<Acc, false, false>(args, shared, c, tokens, begins, tiles.delta, tiles.input, tiles.y);
         }
         const int64_t channel = item.channel + c;
         const Acc* z = nullptr;

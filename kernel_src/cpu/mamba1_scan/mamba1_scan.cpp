@@ -64,11 +64,11 @@ int64_t ScanChannelBlocks(const ScanArgs& args) {
 void Mamba1ScanForwardCpu(Tier tier, const ScanForwardArgs& args) {
   const ScanKernels kernels = PickKernels(tier, AccDtype(args));
   ClearTokens(args, args.y);
-  const std::vector<ScanItem> items = ScanItems(args);
+  const ScanWork work(args, args.initial_state != nullptr || args.final_state != nullptr);
   ScratchPool pool(ScratchBytes<ScanForwardTiles>(AccDtype(args), args));
-  ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
+  ParallelForEach(static_cast<int64_t>(work.items.size()), [&](int64_t item) {
     const ScratchPool::Lease scratch(&pool);
-    kernels.forward(args, items[item], scratch.get());
+    kernels.forward(args, work.items[item], scratch.get());
   });
 }
 
@@ -85,12 +85,12 @@ void Mamba1ScanBackwardCpu(Tier tier, const ScanBackwardArgs& given) {
   args.parameter_partials = parameters.get();
   args.dB_partials = dB.get();
   args.dC_partials = dC.get();
-  const std::vector<ScanItem> items = ScanItems(args);
-  const int64_t longest = LongestSequence(args.packing);
-  ScratchPool pool(ScratchBytes<ScanBackwardTiles>(AccDtype(args), args, longest));
-  ParallelForEach(static_cast<int64_t>(items.size()), [&](int64_t item) {
+  const ScanWork work(args,
+                      args.initial_state != nullptr || args.dfinal_state != nullptr || args.dinitial_state != nullptr);
+  ScratchPool pool(ScratchBytes<ScanBackwardTiles>(AccDtype(args), args, work.longest));
+  ParallelForEach(static_cast<int64_t>(work.items.size()), [&](int64_t item) {
     const ScratchPool::Lease scratch(&pool);
-    kernels.backward(args, items[item], longest, scratch.get());
+    kernels.backward(args, work.items[item], work.longest, scratch.get());
   });
   if (args.is_double) {
     SumStretches<double>(args, stretches);

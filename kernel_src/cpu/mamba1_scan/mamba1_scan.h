@@ -9,7 +9,7 @@
 namespace packfree {
 
 // Tokens of a block: what one pass of the inner loops runs over, and the distance of the states that the backward
-// recomputes from. Blocks are counted from the sequence's first token.
+// recomputes from. Blocks are counted from the first token of a sequence, or of neighbours that are one span.
 constexpr int64_t kScanTokens = 32;
 // Channels of one work item, whatever the number of threads: eight registers of the widest tier.
 constexpr int64_t kScanChannels = 128;

@@ -13,6 +13,9 @@ namespace packfree {
 
 // Sequences [first, last) of the pack, on channels [channel, channel + channels), which read group `group` of B and C.
 struct ScanItem {
+  // Of each token of the pack, whether a sequence begins there: neighbours are then run through as one span, which
+  // starts from 0 at such a token. Null where a sequence has states of its own to begin or end with.
+  const uint8_t* begins;
   int64_t first;
   int64_t last;
   int64_t partial;  // which partial sum of the parameter gradients
@@ -80,7 +83,7 @@ struct ScanForwardTiles {
 template <class Acc>
 struct ScanBackwardTiles {
   ScanTiles<Acc> shared;
-  Acc* checkpoints;  // [blocks of the longest sequence, groups, N, L]: states before each block
+  Acc* checkpoints;  // [blocks of the longest span, groups, N, L]: states before each block
   Acc* dstate;       // [groups, N, L]
   // [groups, kScanTokens, L] each.
   Acc* u;
@@ -127,25 +130,46 @@ inline std::vector<Stretch> ScanStretches(const PackingView& packing) {
   return CutNeighbours(packing.num_sequences, kScanGroupTokens, [&](int64_t n) { return packing.length(n); });
 }
 
-// Every stretch on every channel block, the longest first so that threads end together.
-inline std::vector<ScanItem> ScanItems(const ScanArgs& args) {
-  const std::vector<Stretch> stretches = ScanStretches(args.packing);
-  std::vector<int64_t> order(stretches.size());
-  for (size_t s = 0; s < order.size(); ++s) order[s] = static_cast<int64_t>(s);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return stretches[a].tokens > stretches[b].tokens; });
-  const int64_t group_channels = args.channels / args.groups;
+// Sequences [n, SpanEnd(...)) of an item lie side by side in one row and are run through as one.
+inline int64_t SpanEnd(const ScanArgs& args, const ScanItem& item, int64_t n) {
+  const auto row = [&](int64_t sequence) { return args.packing.bos(sequence) / args.row_tokens; };
+  int64_t end = n + 1;
+  while (item.begins != nullptr && end < item.last && (args.packing.length(end) == 0 || row(end) == row(n))) ++end;
+  return end;
+}
+
+// All work: every stretch on every channel block, the longest first so that threads end together.
+struct ScanWork {
+  std::vector<uint8_t> begins;
   std::vector<ScanItem> items;
-  for (const int64_t s : order) {
-    int64_t block = 0;
-    for (int64_t g = 0; g < args.groups; ++g) {
-      for (int64_t c = 0; c < group_channels; c += kScanChannels, ++block) {
-        items.push_back({stretches[s].first, stretches[s].last, s, block, g, g * group_channels + c,
-                         std::min(kScanChannels, group_channels - c)});
+  int64_t longest = 0;  // tokens of a span at most
+
+  ScanWork(const ScanArgs& args, bool states) {
+    const PackingView& packing = args.packing;
+    if (!states) {
+      begins.assign(packing.end() + 1, 0);
+      for (int64_t n = 0; n < packing.num_sequences; ++n) begins[packing.bos(n)] = 1;
+    }
+    const std::vector<Stretch> stretches = ScanStretches(packing);
+    std::vector<int64_t> order(stretches.size());
+    for (size_t s = 0; s < order.size(); ++s) {
+      order[s] = static_cast<int64_t>(s);
+      longest = std::max(longest, stretches[s].tokens);
+    }
+    if (states) longest = LongestSequence(packing);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return stretches[a].tokens > stretches[b].tokens; });
+    const int64_t group_channels = args.channels / args.groups;
+    for (const int64_t s : order) {
+      int64_t block = 0;
+      for (int64_t g = 0; g < args.groups; ++g) {
+        for (int64_t c = 0; c < group_channels; c += kScanChannels, ++block) {
+          items.push_back({states ? nullptr : begins.data(), stretches[s].first, stretches[s].last, s, block, g,
+                           g * group_channels + c, std::min(kScanChannels, group_channels - c)});
+        }
       }
     }
   }
-  return items;
-}
+};
 
 }  // namespace packfree

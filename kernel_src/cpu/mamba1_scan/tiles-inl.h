@@ -81,6 +81,11 @@ inline void LoadCoefficients(const ScanArgs& args, const ScanCoefficients& sourc
   }
 }
 
+// Where sequences begin among the tokens from `token` of a sequence on; null: nowhere.
+PACKFREE_INLINE const uint8_t* BeginsAt(const ScanArgs& args, const ScanItem& item, int64_t sequence, int64_t token) {
+  return item.begins == nullptr ? nullptr : item.begins + args.packing.bos(sequence) + token;
+}
+
 // Channels of the lane group that starts at channel `c` of an item.
 template <class Acc>
 PACKFREE_INLINE int LanesOf(const ScanItem& item, int64_t c) {

@@ -205,7 +205,10 @@ struct Mamba2BackwardPass {
   void Recompute(int64_t from, int64_t to, Keep keep) const {
     const bool keeps = keep == Keep::kChunks;
     for (int64_t index = from; index < to; ++index) {
-      if (keeps) __builtin_memcpy(tiles.kept + (index - from) * plan.kept, tiles.running, plan.kept * sizeof(Acc));
+      // A state of 0 before the first chunk is never read.
+      const bool wanted = index > 0 || args.in.initial_state != nullptr;
+      if (keeps && wanted)
+        __builtin_memcpy(tiles.kept + (index - from) * plan.kept, tiles.running, plan.kept * sizeof(Acc));
       if (keeps && index + 1 == to) break;
       const Chunk span(args.in.packing, n, index);
       LoadB<Elem, Acc>(args.in, plan, span.begin, span.count, heads.group, tiles.chunk);
@@ -267,6 +270,7 @@ inline void BackwardItem(const Mamba2ScanBackward& args, const Mamba2ScanPartial
   const Mamba2BackwardTiles<Acc> tiles(plan, length, pieces);
   const int64_t P = plan.head_dim, S = plan.state_dim, row = slot * in.heads;
   const int64_t caller_states = (n * in.heads + heads.first) * P * S;
+  const bool one_chunk = tiles.segments.chunks == 1;
 
   for (int64_t j = 0; j < heads.count; ++j) {
     Acc* d_state = tiles.d_states + j * plan.state;
@@ -274,12 +278,12 @@ inline void BackwardItem(const Mamba2ScanBackward& args, const Mamba2ScanPartial
     if (args.dfinal_state != nullptr) {
       LoadTileTransposed<Acc>(P, S, static_cast<const Acc*>(args.dfinal_state) + caller_states + j * P * S, S, d_state,
                               plan.ldp);
-    } else {
+    } else if (!one_chunk || args.dinitial_state != nullptr) {
       ClearTile<Acc>(S, P, d_state, plan.ldp);
     }
     if (in.initial_state != nullptr) {
       LoadTile<Acc>(P, S, static_cast<const Acc*>(in.initial_state) + caller_states + j * P * S, S, state, plan.lds);
-    } else {
+    } else if (!one_chunk) {
       ClearTile<Acc>(P, S, state, plan.lds);
     }
     if (length == 0) continue;

@@ -37,8 +37,8 @@ inline void ForwardItem(const Mamba2ScanForward& args, int64_t n, int64_t block,
     if (in.initial_state != nullptr) {
       LoadTileTransposed<Acc>(P, S, static_cast<const Acc*>(in.initial_state) + caller_states + j * P * S, S, state,
                               plan.ldp);
-    } else {
-      ClearTile<Acc>(S, P, state, plan.ldp);
+    } else if (chunks != 1 || args.final_state != nullptr) {
+      ClearTile<Acc>(S, P, state, plan.ldp);  // of a sequence of one chunk nobody asks for it
     }
   }
   for (int64_t index = 0; index < chunks; ++index) {
