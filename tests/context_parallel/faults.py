@@ -99,12 +99,12 @@ def foreign(group, name, samples):
             assert torch.equal(value, other[key]), key
 
 
-def traffic(group, name, tokens):
+def traffic(group, name, tokens, attention="keys"):
     """Of one sample over all ranks, forward and backward: bytes that this rank sends, and steps it waits for."""
     ranks = dist.get_world_size(group)
     pack = Pack("one sample", (tokens * ranks,))
     op = EXACT[name][0]()
-    context = load_kernel().ContextParallel(group, pack.cu_seqlens)
+    context = load_kernel().ContextParallel(group, pack.cu_seqlens, attention=attention)
     torch.manual_seed(0)
     inputs = shards.shard(op, op.make(pack, torch.float32), context)
     given = {"cu_seqlens_q": context.cu_seqlens} if name == "flash_attn_varlen_func" else {}
@@ -126,6 +126,12 @@ def traffic(group, name, tokens):
     finally:
         dist.batch_isend_irecv = post
     return {"forward": (sum(forward), len(forward)), "backward": (sum(counted), len(counted))}
+
+
+def shapes(group, name):
+    """The shapes of the inputs that :func:`traffic` uses."""
+    op = EXACT[name][0]()
+    return {key: tuple(value.shape) for key, value in op.make(Pack("one sample", (8,)), torch.float32).items()}
 
 
 def wrong_calls(group):

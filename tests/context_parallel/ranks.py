@@ -17,7 +17,9 @@ class Ranks:
     """``run(function, *arguments, ranks=n)`` calls ``function(group, *arguments)`` on the first n of four processes."""
 
     def __init__(self, folder):
-        context = multiprocessing.get_context("spawn")
+        # Four processes that are forked from one which has imported everything once.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.context_parallel.preload"])
         self.pipes, self.processes = [], []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()

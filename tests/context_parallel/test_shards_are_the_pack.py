@@ -65,3 +65,20 @@ def test_layers_on_top_of_one_another(ranks, samples, lengths, checkpointed):
 
 def test_states_are_not_rounded_under_autocast(ranks):
     ranks.run(layers.states_under_autocast)
+
+
+@pytest.mark.parametrize("count", (1, 2, 3, 4))
+def test_attention_by_heads(ranks, count):
+    ranks.run(shards.by_heads, range(100 * count, 100 * count + 8), ranks=count)
+
+
+def test_attention_by_heads_is_refused(ranks):
+    expected = {
+        "queries": "q must have a multiple of 4 heads, one share for each rank, or a ContextParallel with attention",
+        "keys": "k must have a number of heads that 4 ranks can share, or a ContextParallel with attention=",
+        "dropout": "dropout_p must be 0 with cp_context",
+        "ranges": "visible_keys must be None where attention is shared out by heads",
+    }
+    for found in ranks.run(shards.refused_heads):
+        for why, text in expected.items():
+            assert text in found[why], (why, found)

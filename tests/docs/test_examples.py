@@ -60,10 +60,11 @@ def texts(tmp_path_factory):
 
 def test_what_examples_show_holds(texts):
     demo = f"demo --steps 3 --batch 3 --max-length 20 --dataset {texts}"
-    outcomes = run_all("quickstart", "trainer", "trl_sft", "peft_lora", "plain_functions", "leak_report", demo)
+    one_process = ("quickstart", "trainer", "trl_sft", "peft_lora", "plain_functions", "leak_report", demo)
+    outcomes = run_all(*one_process, "sequence_parallel")
     for status, out, err in outcomes:
         assert status == 0, out + err
-    quickstart, trainer, trl, peft, functions, report, demo = (out for _, out, _ in outcomes)
+    quickstart, trainer, trl, peft, functions, report, demo, shards = (out for _, out, _ in outcomes)
 
     assert float(re.search(r"at most (\S+) from alone", quickstart)[1]) < 1e-5
     assert_same(trainer, 3)
@@ -78,6 +79,7 @@ def test_what_examples_show_holds(texts):
     assert len(rows) == 6 and all(re.search(r" 0\.0e\+00 +0\.0e\+00   equal$", row) for row in rows), functions
     stock, hooked = report.split("\n\nQwen3_5ForCausalLM", 2)
     assert "\nLeak: layers.0" in stock and "\nNo leak: " in hooked
+    assert_same(shards, 3)
     summary = json.loads(demo.splitlines()[-1].removeprefix("DEMO "))
     assert summary["max_logit_difference_packed_vs_alone"] < 1e-4 and summary["loss_last"] < summary["loss_first"]
     assert {"causal_conv1d_fn", "chunk_gated_delta_rule"} <= set(summary["hooks"])
@@ -115,6 +117,7 @@ def test_what_the_user_can_mend_is_one_sentence(tmp_path):
         "peft_lora --model owner/nothing": "owner/nothing",
         "demo --steps 2": "--steps must be at least 3, got 2",
         f"demo --dataset {tmp_path}/none.txt": "no readable file or folder here",
+        "sequence_parallel --attn sdpa": "its attention is 'sdpa', which sees this rank's tokens only",
     }
     for (command, sentence), (status, out, err) in zip(cases.items(), run_all(*cases)):
         assert status in (1, 2) and sentence in err and "Traceback" not in err, command + out + err

@@ -131,4 +131,6 @@ def test_an_argument_of_another_kind_is_an_error_by_name(kernel, function):
 
 def test_every_public_function_is_called(kernel):
     functions = {name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name))}
-    assert functions == {*CALLS, "cpu_tier", "hooks_status", "install_hooks", "leak_report", "remove_hooks"}
+    others = {"cpu_tier", "hooks_status", "install_hooks", "leak_report", "remove_hooks"}
+    over_ranks = {"sequence_parallel", "shard_batch"}  # tests/context_parallel
+    assert functions == {*CALLS, *others, *over_ranks}

@@ -22,7 +22,15 @@ from tests.harness.kernel import load_kernel
 from tests.harness.ops import EXACT, causal_conv1d, flash_attn_varlen, gated_delta_rule, kda, mamba1_scan, mamba2_scan
 from tests.harness.packings import Pack
 from tests.harness.properties import cotangents, run_with_gradients
-from tests.models.tiny_models import SETTINGS, assert_gradients_equal, build, load, pack
+from tests.models.tiny_models import (
+    LOGIT_TOLERANCE,
+    SETTINGS,
+    VOCABULARY,
+    assert_gradients_equal,
+    build,
+    load,
+    pack,
+)
 
 # How the harness calls each op with heads (or channels) that come in halves, and the axis on which a tensor has them;
 # parameters have them on their first.
@@ -171,7 +179,7 @@ def test_c58_ranks_of_unequal_packs(kernel, tmp_path):
 
 
 def under_context_parallel(rank, folder):
-    """One of two processes, each given half of a row: what is ours refuses, what is not stays as it is."""
+    """One of two processes, each given a head and a tail of a row: ours refuses, what is not ours stays as it is."""
     with one_of_two_processes(rank, folder):
         models = {name: load(name).train() for name in ("llama", "bamba")}
         other = build("llama", "eager").train()
@@ -189,10 +197,30 @@ def under_context_parallel(rank, folder):
             other(ids, position_ids=positions).logits.sum().backward()  # no attention of ours: as without us
         assert ids.shape == (1, 32)
         models["bamba"](ids, position_ids=positions).logits.sum().backward()
+        for model in models.values():
+            assert_served_in_one_stretch(rank, model.train())
+
+
+def assert_served_in_one_stretch(rank, model):
+    """Torch gives 30 tokens to two ranks as two halves: logits, and the mean of the ranks' losses over their halves."""
+    ids, positions = torch.arange(30)[None] % 60, torch.cat([torch.arange(21), torch.arange(9)])[None]
+    labels = torch.where(torch.arange(30)[None] % 5 == 2, -100, ids)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    whole = model(ids, position_ids=positions)
+    own = slice(15 * rank, 15 * rank + 15)
+    expected = model.loss_function(whole.logits[:, own], None, VOCABULARY, shift_labels=shifted[:, own])
+    with context_parallel(init_device_mesh("cpu", (2,)), buffers=[ids, positions, labels], buffer_seq_dims=[1, 1, 1]):
+        part = model(ids, position_ids=positions, labels=labels)
+        torch.testing.assert_close(part.logits, whole.logits[:, own], rtol=0, atol=LOGIT_TOLERANCE)
+        torch.testing.assert_close(part.loss, expected, rtol=1e-5, atol=1e-5)
+        part.loss.backward()
+        with pytest.raises(NotImplementedError, match="context_parallel inside sequence_parallel"):
+            with load_kernel().sequence_parallel():
+                model(ids, position_ids=positions)
 
 
 def test_c91_a_row_cut_over_ranks_is_refused(kernel, tmp_path):
-    """Both ranks raise before they compute or wait; afterwards the same models train."""
+    """Both ranks raise before they compute or wait, where each has a head and a tail; one stretch each is served."""
     torch.multiprocessing.spawn(under_context_parallel, args=(str(tmp_path),), nprocs=2)
 
 

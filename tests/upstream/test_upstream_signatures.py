@@ -64,7 +64,7 @@ def test_parameters_are_upstreams(kernel, row):
 def test_every_function_is_in_the_table(kernel):
     functions = {name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name))}
     assert functions - {row["function"] for row in TABLE} == {
-        "cpu_tier", "hooks_status", "install_hooks", "leak_report", "remove_hooks",
+        "cpu_tier", "hooks_status", "install_hooks", "leak_report", "remove_hooks", "sequence_parallel", "shard_batch",
     }  # fmt: skip
 
 

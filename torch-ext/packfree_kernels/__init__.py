@@ -5,7 +5,7 @@ from . import _intact, _packing_ops, layers  # noqa: F401
 from ._devices import serve_cuda as _serve_cuda
 from ._ops import ops
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from .context_parallel import ContextParallel
+from .context_parallel import ContextParallel, sequence_parallel, shard_batch
 from .flash_attn_varlen import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .hooks import hooks_status, install_hooks, remove_hooks
@@ -37,6 +37,8 @@ __all__ = [
     "remove_hooks",
     "selective_scan_fn",
     "selective_state_update",
+    "sequence_parallel",
+    "shard_batch",
 ]
 
 

@@ -28,6 +28,8 @@ class ContextParallel:
             every rank. They are read, which waits for a GPU that holds them.
         lengths: tokens of each rank's shard, in the order of the ranks, 0 or more; tokens after the last offset are
             padding. None: equal shards without padding.
+        attention: ``"keys"``: queries stay and fetch the keys that they see; ``"heads"``: attention alone is shared out
+            by heads, which all ranks have the same number of, each for all tokens.
 
     Attributes:
         cu_seqlens: int32 offsets of this rank's samples and parts of samples, counted from its first token. A sample
@@ -40,18 +42,30 @@ class ContextParallel:
         TypeError, ValueError: malformed offsets or lengths, or others than on another rank.
     """
 
-    def __init__(self, group: Any, cu_seqlens: Boundaries, lengths: Optional[Sequence[int]] = None) -> None:
+    def __init__(
+        self, group: Any, cu_seqlens: Boundaries, lengths: Optional[Sequence[int]] = None, attention: str = "keys"
+    ) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         try:
+            check_attention(_NAME, attention)
             cut = _checked_cut(cu_seqlens, lengths, self.world_size)
         except (TypeError, ValueError):
-            gather_numbers(self.group, _summary(None))  # the others wait for it, and learn why
+            gather_numbers(self.group, _summary(None, ""))  # the others wait for it, and learn why
             raise
-        self._compare(cut)
-        self._set(cut)
+        self._compare(cut, attention)
+        self._set(cut, attention)
 
-    def _set(self, cut: Cut) -> None:
+    @classmethod
+    def of_cut(cls, group: Any, cut: Cut, attention: str) -> "ContextParallel":
+        """One of a cut that the ranks have agreed upon."""
+        self = cls.__new__(cls)
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._set(cut, attention)
+        return self
+
+    def _set(self, cut: Cut, attention: str) -> None:
+        self.attention = attention
         self.cut, self.lengths, self.tokens = cut, cut.lengths, cut.lengths[self.rank]
         self.entering, self.leaving = cut.entering(self.rank), cut.leaving(self.rank)
         self.offsets: List[int] = cut.local_offsets(self.rank)
@@ -59,24 +73,31 @@ class ContextParallel:
         self.begins = len(self.offsets) - 1 - (self.entering is not None)
         self.ends = len(self.offsets) - 1 - (self.leaving is not None)
         self._on_device: Dict[torch.device, Tensor] = {self.cu_seqlens.device: self.cu_seqlens}
+        self._whole: Dict[torch.device, Tensor] = {}
         self._tag = 0
 
-    def _compare(self, cut: Cut) -> None:
+    def _compare(self, cut: Cut, attention: str) -> None:
         """Every rank has the same cut, or every rank raises."""
-        everyone = gather_numbers(self.group, _summary(cut))
+        everyone = gather_numbers(self.group, _summary(cut, attention))
         wrong = [rank for rank, (well, *_) in enumerate(everyone) if not well]
         if wrong:
             raise value_error(_NAME, "cu_seqlens", "be the same on every rank", f"malformed ones on rank {wrong[0]}")
         for rank, told in enumerate(everyone):
             if told != everyone[0]:
                 got = f"{_told(everyone[0])} on rank 0 and {_told(told)} on rank {rank}"
-                raise value_error(_NAME, "cu_seqlens", "be the same on every rank, as must lengths", got)
+                raise value_error(_NAME, "cu_seqlens", "be the same on every rank, as must lengths and attention", got)
 
     def offsets_on(self, device: torch.device) -> Tensor:
         """``cu_seqlens`` where the tokens are."""
         if device not in self._on_device:
             self._on_device[device] = self.cu_seqlens.to(device)
         return self._on_device[device]
+
+    def whole_on(self, device: torch.device) -> Tensor:
+        """int32 offsets of the samples of all ranks, where the tokens are."""
+        if device not in self._whole:
+            self._whole[device] = torch.tensor(self.cut.offsets, dtype=torch.int32).to(device)
+        return self._whole[device]
 
     def next_tag(self) -> int:
         """A number for one call's messages and, plus 1, for those of its backward pass.
@@ -89,16 +110,25 @@ class ContextParallel:
 
 
 def _told(numbers: Sequence[int]) -> str:
-    _, count, tokens, checksum = numbers
-    return f"{count} offsets over {tokens} tokens (checksum {checksum % 2**24:06x})"
+    _, count, tokens, digest = numbers
+    return f"{count} offsets over {tokens} tokens (checksum {digest % 2**24:06x})"
 
 
-def _summary(cut: Optional[Cut]) -> List[int]:
+def check_attention(op: str, attention: Any) -> None:
+    if attention not in ("keys", "heads"):
+        raise value_error(op, "attention", "be 'keys' or 'heads'", repr(attention))
+
+
+def _summary(cut: Optional[Cut], attention: str) -> List[int]:
     """What ranks compare: whether there is a cut, its number of offsets and of tokens, and a checksum of all."""
     if cut is None:
         return [0, 0, 0, 0]
-    checksum = int.from_bytes(hashlib.sha256(repr((cut.offsets, cut.lengths)).encode()).digest()[:7], "big")
-    return [1, len(cut.offsets), cut.starts[-1], checksum]
+    return [1, len(cut.offsets), cut.starts[-1], checksum((cut.offsets, cut.lengths, attention))]
+
+
+def checksum(numbers: Any) -> int:
+    """56 bits of what ``numbers`` are, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
 
 
 def _checked_cut(cu_seqlens: Boundaries, lengths: Optional[Sequence[int]], ranks: int) -> Cut:

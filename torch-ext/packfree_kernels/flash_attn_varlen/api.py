@@ -20,6 +20,7 @@ from .._checks import (
 from .._dtypes import DTYPES
 from .._ops import ops
 from ..context_parallel.attention import shard_of_attention, with_far_keys
+from ..context_parallel.heads import from_heads, to_heads
 from ..packing import Boundaries, check_cu_seqlens, has_values, reads_values
 from . import autograd  # noqa: F401  (registers shapes and gradients)
 from .visible import check_ranges_are_inside, check_visible_keys
@@ -100,7 +101,8 @@ def flash_attn_varlen_func(
             range is cut to its sequence, so that no read leaves it.
         cp_context: None, or a :class:`ContextParallel`: q, k and v are this rank's shard of a pack that is cut over
             ranks, and ``cu_seqlens_q`` is the context's. Keys and values of samples that cross the cut come from the
-            other ranks. Without dropout.
+            other ranks, or (its ``attention="heads"``) each rank has all tokens of a share of the heads. Without
+            dropout; by heads without ``visible_keys``.
 
     Returns:
         out ``[Tq, H, V]`` in ``q``'s dtype; with ``return_attn_probs`` the tuple ``(out, softmax_lse, None)``, where
@@ -150,7 +152,11 @@ def flash_attn_varlen_func(
     _check_longest(op, "max_seqlen_k", max_seqlen_k, offsets_k)
     if visible_keys is not None:
         visible_keys = check_visible_keys(op, visible_keys, q, causal, checked_window(op, window_size), "[Tq, 2]")
-    if shard is not None:
+    by_heads = shard is not None and shard.attention == "heads"
+    if by_heads:
+        q, k, v, s_aux, offsets_q = to_heads(op, shard, q, k, v, s_aux, visible_keys, dropout_p)
+        offsets_k = offsets_q
+    elif shard is not None:
         window_size = checked_window(op, window_size)
         q, k, v, offsets_k, s_aux, causal, window_size, visible_keys = with_far_keys(
             op, shard, q, k, v, s_aux, causal, window_size, visible_keys, dropout_p
@@ -161,6 +167,8 @@ def flash_attn_varlen_func(
         op, q, k, v, offsets_q, offsets_k, dropout_p, softmax_scale, causal, window_size, softcap, s_aux, deterministic,
         visible_keys,
     )  # fmt: skip
+    if by_heads:
+        out, lse = from_heads(shard, out), from_heads(shard, lse.T).T if return_attn_probs else lse
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -11,6 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any, Callable, Dict, Optional
 
+from ..context_parallel import switch
 from . import boundaries, context, guards, internals
 from .undo import UndoList
 
@@ -56,7 +57,7 @@ def _forward(stock: Callable, active: Callable[[], bool]) -> Callable:
 
 
 def _refuse_packed(peft_model: Any, bound: inspect.BoundArguments) -> None:
-    """Raises ValueError where an adapter that acts on the row meets a pack."""
+    """Raises ValueError where an adapter that acts on the row meets a pack, or a shard of a row."""
     call = {name: value for name, value in bound.arguments.items() if name not in ("self", "args", "kwargs")}
     call.update(bound.arguments.get("kwargs", {}))
     if "args" in bound.arguments and "input_ids" not in call and bound.arguments["args"]:
@@ -65,7 +66,7 @@ def _refuse_packed(peft_model: Any, bound: inspect.BoundArguments) -> None:
     model = peft_model.get_base_model()
     if not why or not isinstance(model, internals.model_base()) or not guards.concerns(model):
         return
-    if is_packed(model, call):
+    if switch.current() is not None or is_packed(model, call):
         kind = internals.model_type(model.config)
         raise ValueError(
             f"{type(peft_model).__name__} of {type(model).__name__} (model type {kind!r}) cannot run on packed "

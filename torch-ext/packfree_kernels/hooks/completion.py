@@ -29,8 +29,8 @@ def complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens: 
         packing.tell_labels(seq_idx, cu_seqlens)
     max_length = _longest(op, call, cu_seqlens, batch)
     config = internals.text_config(model)
-    if call.get("position_ids") is None and _may_count_positions(model, call, signature):
-        call["position_ids"] = _count_positions(model, cu_seqlens, seq_idx)
+    if call.get("position_ids") is None and may_count_positions(model, call, signature):
+        call["position_ids"] = count_positions(model, cu_seqlens, seq_idx)
     _check_positions(model, op, call, cu_seqlens, batch)
     # Labels of one row say no more than these offsets; those of several tell padding between the rows, too.
     if signature.any_keyword if call.get("seq_idx") is None else rows == 1:
@@ -41,16 +41,21 @@ def complete(model: Any, op: str, call: Call, signature: Signature, cu_seqlens: 
             # A trace would be good for the caller's number only, and another one cost a new graph.
             if torch.compiler.is_compiling() or call.get(name) is None:
                 call[name] = max_length
-    takes_cache = "use_cache" in signature.names or (signature.any_keyword and hasattr(config, "use_cache"))
-    if takes_cache and call.get("use_cache") is None:
-        call["use_cache"] = False
+    switch_cache_off(model, call, signature)
     if rows > 1 and call.get("seq_idx") is not None:
         # Padding at the end of a row that is not the last is a sequence of its own in the offsets.
         seq_idx = torch.where(call["seq_idx"].to(seq_idx.device) < 0, -1, seq_idx)
     return Boundaries(cu_seqlens, seq_idx, rows, length, max_length, op, type(config))
 
 
-def _may_count_positions(model: Any, call: Call, signature: Signature) -> bool:
+def switch_cache_off(model: Any, call: Call, signature: Signature) -> None:
+    """``use_cache=False`` where it is unset and means something to ``model``."""
+    takes = hasattr(internals.text_config(model), "use_cache")
+    if ("use_cache" in signature.names or (signature.any_keyword and takes)) and call.get("use_cache") is None:
+        call["use_cache"] = False
+
+
+def may_count_positions(model: Any, call: Call, signature: Signature) -> bool:
     """Whether ``model`` takes positions that each sample's tokens have by their order alone, which images do not."""
     takes = "position_ids" in signature.names or (signature.any_keyword and guards.facts(model).takes_positions)
     if not takes or internals.text_config(model) is getattr(model, "config", None):
@@ -107,7 +112,7 @@ def _check_positions(model: Any, op: str, call: Call, cu_seqlens: Tensor, batch:
             raise value_error(op, "position_ids", must, positions.tolist())
 
 
-def _count_positions(model: Any, cu_seqlens: Tensor, seq_idx: Tensor) -> Tensor:
+def count_positions(model: Any, cu_seqlens: Tensor, seq_idx: Tensor) -> Tensor:
     """``[B, T]``: each token's place in its sequence. Label -1 (tail padding) reads the last offset."""
     index = torch.arange(seq_idx.numel(), device=seq_idx.device).view(seq_idx.shape)
     return index - cu_seqlens[seq_idx.long()] + internals.first_position(model, guards.facts(model).counter)

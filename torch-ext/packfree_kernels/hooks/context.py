@@ -29,6 +29,8 @@ class Boundaries(NamedTuple):
         max_length: an upper bound of the longest sequence.
         model: class name of the model, for messages.
         config_type: class of the model's text config; tells its own attention layers from those of an image tower.
+        shard: the :class:`~..context_parallel.ContextParallel` of a row that is one rank's part of a longer one, or
+            None; the other boundaries are then this part's own.
     """
 
     cu_seqlens: Tensor
@@ -38,6 +40,7 @@ class Boundaries(NamedTuple):
     max_length: int
     model: str
     config_type: type
+    shard: Any = None
 
     def fit(self, batch: int, length: int) -> bool:
         """Whether a tensor of ``batch`` rows and ``length`` tokens is cut by these boundaries."""

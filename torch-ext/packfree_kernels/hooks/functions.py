@@ -60,12 +60,17 @@ def find_boundaries(
     if not told:
         if here is None:
             return None
+        if here.shard is not None:
+            return {"cp_context": here.shard}  # refuses other tokens than the shard's
         if not here.fit(batch, length):
             raise ValueError(
                 f"{name}: {here.model} runs a packed batch of shape {(here.batch, here.length)}, but calls {name} for "
                 f"{(batch, length)} tokens without boundaries; pass cu_seq_lens_q or seq_idx down to it"
             )
         return {"cu_seqlens": here.cu_seqlens} if batch == 1 else {"seq_idx": here.seq_idx}
+    if here is not None and here.shard is not None:
+        must = "be left out on a shard of a row, whose boundaries other ranks have"
+        raise value_error(name, "cu_seqlens, cu_seq_lens_q or seq_idx", must, f"one from {here.model}")
     return explicit_boundaries(name, batch, length, keywords, checked=here is not None)
 
 

@@ -152,7 +152,7 @@ def check_output(model: Any, output: Any, here: Boundaries) -> None:
         whole = isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (1, 2)
         if not whole or value.shape[0] != here.batch or any(word in name for word in ("loss", "hidden")):
             continue
-        if value.shape[1:] != (here.length,) and _count(here) > here.batch:
+        if value.shape[1:] != (here.length,) and (here.shard is not None or _count(here) > here.batch):
             why = f"its {name} {tuple(value.shape)} hold one result for each row, not for each sample"
             raise _refused(model, why)
 

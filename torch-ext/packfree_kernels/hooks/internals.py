@@ -271,6 +271,15 @@ def activation(name: str) -> Callable:
     return ACT2FN[name]
 
 
+def causal_loss(model: Any) -> Optional[Callable]:
+    """transformers' loss of a causal language model if that is what ``model`` computes from labels, else None."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    function = getattr(model, "loss_function", None)
+    computes = inspect.unwrap(type(model).forward).__code__.co_names
+    return function if function is ForCausalLMLoss and "loss_function" in computes else None
+
+
 def attention_is_open(model: Any) -> bool:
     """Whether the modeling file of ``model`` calls attention through transformers' table of implementations."""
     return bool(type(model)._can_set_attn_implementation())

@@ -50,7 +50,10 @@ def number_without_waiting(undo: UndoList) -> None:
 def _number_samples(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def find_packed_sequence_indices(position_ids: Tensor) -> Optional[Tensor]:
-        packed = not torch.compiler.is_compiling() and context.current() is not None
+        here = None if torch.compiler.is_compiling() else context.current()
+        if here is not None and here.shard is not None:
+            return None  # attention is told otherwise, and the numbers would be this rank's
+        packed = here is not None
         if not packed or packing.reads_values(position_ids):
             return stock(position_ids)
         return packing.starts_from_position_ids(position_ids).cumsum(-1) - 1
@@ -152,6 +155,9 @@ def visible_keys_mask(stock: Callable) -> Callable:
                 mask_function=mask_function, attention_mask=attention_mask, **rest,
             )  # fmt: skip
         here = context.current()
+        if here is not None and here.shard is not None:
+            _refuse_on_shard(mask_function, config, overlaid)
+            return None
         if here is not None and not (type(config) is here.config_type and here.fit(batch_size, q_length)):
             here = None
         model = internals.model_type(config)
@@ -198,6 +204,18 @@ def _needs_ranges(mask_function: Callable, config: Any, overlaid: bool, unfilled
     # Chains beside causality are the samples that transformers finds in position_ids.
     # Modules that drop causality themselves must be told of it: PaliGemma's, outside its prefix.
     return unfilled or both_ways if "causal" in kinds else _CHAINS in kinds
+
+
+def _refuse_on_shard(mask_function: Callable, config: Any, overlaid: bool) -> None:
+    """Raises NotImplementedError: ranges of keys in this rank's row say nothing about the keys of others.
+
+    """
+    if overlaid or internals.sees_both_ways(config) or _kinds(mask_function) & {_BLOCKS, "or_masks"}:
+        raise NotImplementedError(
+            f"{internals.model_type(config)}: its attention mask shows blocks of tokens to each other, which is not "
+            "served on shards of a row (sequence_parallel). Train it with data parallelism (DDP, FSDP, ZeRO), which "
+            "keeps every row whole"
+        )
 
 
 def _range(function: Callable, row: _Row) -> Range:

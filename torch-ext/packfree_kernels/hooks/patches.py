@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import Tensor
 
+from ..context_parallel import switch
 from . import (
     adapters,
     boundaries,
@@ -25,6 +26,7 @@ from . import (
     masks,
     recompute,
     rotary,
+    shards,
 )
 from .undo import UndoList
 
@@ -174,15 +176,24 @@ def _wrap_forward(cls: type) -> None:
             return stock(self, *args, **kwargs)
         if context.inside_forward():
             return heads.inner(self, stock, args, kwargs)
+        shared = switch.current()
         if not torch.compiler.is_compiling():
             _register_attention()
             guards.note_model(self, _hooked_modules)
-        if not guards.concerns(self):
+        if shared is None and not guards.concerns(self):
             return stock(self, *args, **kwargs)
-        engines.refuse_cut_rows(self)
+        summed = shared is not None
+        if summed:
+            engines.refuse_cut_rows(self)
+        else:
+            shared = engines.cut_rows(self)
         call = dict(zip(signature.names, args))
         call.update(kwargs)
-        found = boundaries.boundaries_of_call(self, call, signature)
+        loss = None
+        if shared is None:
+            found = boundaries.boundaries_of_call(self, call, signature)
+        else:
+            found, loss = shards.boundaries_of_shard(self, call, signature, shared, summed)
         compiling = torch.compiler.is_compiling()
         first = None if compiling else recompute.next_node()
         if compiling and found is not None:
@@ -192,7 +203,7 @@ def _wrap_forward(cls: type) -> None:
             output = stock(self, **call)
             if found is not None:
                 heads.check_output(self, output, found)
-            return output
+            return output if loss is None else loss.of(output)
         finally:
             context.restore((False, None))
             if first is not None:
@@ -392,6 +403,9 @@ def _attention(stock: Callable) -> Callable:
                     f"key hold {batch} x {length} and {batch} x {key.shape[2]}. Whatever gives attention other tokens "
                     "than the model's own (an engine that cuts rows over ranks, a patch) cannot be used with a pack"
                 )
+            if here.shard is not None:
+                masks.refuse_dense(module, attention_mask)
+                return shards.attend(module, query, key, value, here, *args, **kwargs)
             if kwargs.get("cu_seq_lens_q") is None:
                 kwargs.update(cu_seq_lens_q=here.cu_seqlens, cu_seq_lens_k=here.cu_seqlens)
                 kwargs.update(max_length_q=here.max_length, max_length_k=here.max_length)
