@@ -279,9 +279,9 @@ def test_positional_activation_c55(kernel):
     load("lfm2")
     hooked = modeling_lfm2.causal_conv1d_fn
     x, weight = torch.randn(1, 4, 6), torch.randn(4, 3)
-    assert torch.equal(hooked(x, weight, None, "silu"), hooked.packfree_stock(x, weight, None, "silu"))
+    torch.testing.assert_close(hooked(x, weight, None, "silu"), hooked.packfree_stock(x, weight, None, "silu"))
     nothing = dict(seq_idx=None, cu_seqlens=None, cu_seq_lens_q=None)
-    assert torch.equal(hooked(x, weight, None, **nothing), hooked.packfree_stock(x, weight, None))
+    torch.testing.assert_close(hooked(x, weight, None, **nothing), hooked.packfree_stock(x, weight, None))
     with pytest.raises(TypeError, match="causal_conv1d_fn: arguments after bias"):
         hooked(x, weight, None, "silu", cu_seqlens=torch.tensor([0, 2, 6]))
 

@@ -118,9 +118,9 @@ def _kind_of(annotation: Any) -> Optional[_Kind]:
     known = [_KINDS.get(get_origin(part) or part) for part in parts if part is not type(None)]
     if None in known:
         return None
-    optional = len(known) < len(parts)
+    optional, (holds, *others) = len(known) < len(parts), [kind.holds for kind in known]
     return _Kind(
-        lambda value: (optional and value is None) or any(kind.holds(value) for kind in known),
+        lambda value: (optional and value is None) or holds(value) or any(other(value) for other in others),
         " or ".join(kind.must for kind in known).replace(" or be ", " or ") + (" or None" if optional else ""),
         any(kind.is_number for kind in known),
     )

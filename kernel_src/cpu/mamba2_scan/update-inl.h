@@ -33,22 +33,37 @@ inline void UpdateItem(const SelectiveStateUpdate& args, int64_t batch, int64_t 
     return;
   }
   State* state = static_cast<State*>(args.state) + owner * args.state_batch + head * args.state_head;
-  for (int64_t p = 0; p < P; ++p) {
-    const Acc* a = static_cast<const Acc*>(args.a) + head * args.a_head + p * args.a_row;
-    Acc step = static_cast<const Acc*>(args.dt)[batch * args.dt_batch + head * args.dt_head + p * args.dt_row];
-    if (args.dt_bias != nullptr) step += static_cast<const Acc*>(args.dt_bias)[head * P + p];
-    if (args.softplus) step = Softplus<Acc>(Set<Acc>(step))[0];
-    const Acc x = LoadOne<Acc>(static_cast<const Elem*>(args.x) + first + p);
-    const bool shared = args.a_column == 0;
-    const Acc decay = shared ? ExpOne<Acc>(a[0] * step) : Acc(0);
-    const Acc* rates = shared ? nullptr : a;
-    Acc y = StepRow<State, Coefficient, Acc>(S, state + p * args.state_row, rates, step, decay, step * x, b, c);
-    if (args.d != nullptr) y += static_cast<const Acc*>(args.d)[head * P + p] * x;
-    if (args.z != nullptr) {
-      const Acc gate = LoadOne<Acc>(static_cast<const Elem*>(args.z) + first + p);
-      y *= gate * SigmoidOne<Acc>(gate);
+  const Acc* a = static_cast<const Acc*>(args.a) + head * args.a_head;
+  const Acc* dt = static_cast<const Acc*>(args.dt) + batch * args.dt_batch + head * args.dt_head;
+  const bool shared = args.a_column == 0;
+  // Steps, shared decays and gates of as many rows at once as a register has lanes.
+  constexpr int L = kLanes<Acc>;
+  for (int64_t row = 0; row < P; row += L) {
+    const int rows = P - row < L ? static_cast<int>(P - row) : L;
+    Acc steps[L] = {}, decays[L] = {}, inputs[L], sums[L] = {};
+    for (int i = 0; i < rows; ++i) steps[i] = dt[(row + i) * args.dt_row];
+    Vec<Acc> step = Load<Acc>(static_cast<const Acc*>(steps));
+    if (args.dt_bias != nullptr) step += LoadUpTo<Acc>(static_cast<const Acc*>(args.dt_bias) + head * P + row, rows);
+    if (args.softplus) step = Softplus<Acc>(step);
+    Store(steps, step);
+    if (shared) {
+      for (int i = 0; i < rows; ++i) decays[i] = a[(row + i) * args.a_row];
+      Store(decays, Exp<Acc>(Load<Acc>(static_cast<const Acc*>(decays)) * step));
     }
-    StoreOne(static_cast<Elem*>(args.y) + first + p, y);
+    const Vec<Acc> x = LoadUpTo<Acc>(static_cast<const Elem*>(args.x) + first + row, rows);
+    Store(inputs, step * x);
+    for (int i = 0; i < rows; ++i) {
+      const Acc* rates = shared ? nullptr : a + (row + i) * args.a_row;
+      sums[i] = StepRow<State, Coefficient, Acc>(S, state + (row + i) * args.state_row, rates, steps[i], decays[i],
+                                                 inputs[i], b, c);
+    }
+    Vec<Acc> y = Load<Acc>(static_cast<const Acc*>(sums));
+    if (args.d != nullptr) y = MulAdd(LoadUpTo<Acc>(static_cast<const Acc*>(args.d) + head * P + row, rows), x, y);
+    if (args.z != nullptr) {
+      const Vec<Acc> gate = LoadUpTo<Acc>(static_cast<const Elem*>(args.z) + first + row, rows);
+      y = y * (gate * Sigmoid<Acc>(gate));
+    }
+    StoreUpTo(static_cast<Elem*>(args.y) + first + row, y, rows);
   }
 }
 

@@ -1,7 +1,7 @@
 """Hooks into transformers: a packed batch reaches our functions with its boundaries, whatever the model drops.
 
-Importing the package installs them (``PACKFREE_HOOKS=0`` leaves transformers alone). transformers is never imported
-from here: where it is not loaded yet, the hooks wait for it.
+Importing the package installs them (``PACKFREE_HOOKS=0`` leaves transformers alone, ``PACKFREE_PLAIN=0`` its calls that
+hold no pack). transformers is never imported from here: where it is not loaded yet, the hooks wait for it.
 
 One build at a time holds the hooks. A second build loaded into the same process leaves them to the first, because
 models that run already keep their functions; ``remove_hooks()`` of the first frees them. Which build's functions are
@@ -11,9 +11,10 @@ called directly, and whose attention a model's string names, is not affected.
 import os
 import threading
 import warnings
-from typing import Set
+from typing import Set, Union
 
 from . import adapters, functions, guards, internals, patches
+from . import plain as plain_calls
 from .late_import import ImportWatch
 from .status import HooksStatus
 
@@ -41,13 +42,24 @@ _watch = ImportWatch(internals.MODEL_MODULE, _install_late)
 _watch_peft = ImportWatch(adapters.PEFT_MODULE, lambda: patches.peft_imported())
 
 
-def install_hooks() -> HooksStatus:
-    """Hook transformers now, or as soon as it is imported. Doing it again changes nothing.
+def install_hooks(plain: Union[bool, str, None] = None) -> HooksStatus:
+    """Hook transformers now, or as soon as it is imported. Doing it again changes nothing but what it is told.
+
+    Args:
+        plain: whether calls that hold no pack are served too, where ours is faster than transformers' torch code. False
+            leaves them to transformers; True serves them on a CPU, where that has been measured; a string names the
+            devices, ``"cpu,cuda"`` for a GPU's as well. None is what the variable ``PACKFREE_PLAIN`` says in the same
+            words (``0`` is False), or True; where the hooks are installed, what was said before.
 
     Returns:
         What :func:`hooks_status` returns.
+
+    Raises:
+        TypeError, ValueError: ``plain`` is none of these.
     """
     with _lock:
+        if plain is not None or not patches.is_active():
+            plain_calls.choose(plain)
         if internals.loaded():
             _install_now()
         else:
@@ -66,6 +78,7 @@ def remove_hooks() -> HooksStatus:
     with _lock:
         _watch.stop()
         _watch_peft.stop()
+        plain_calls.choose(False)
         if patches.is_active():
             patches.remove()
             delattr(internals.model_base(), _OWNER)
@@ -81,6 +94,7 @@ def hooks_status() -> HooksStatus:
             reason=_why_not_installed(),
             functions={name: modules for name, modules in hooked.items() if functions.is_served(name)},
             not_served={name: modules for name, modules in hooked.items() if not functions.is_served(name)},
+            plain=plain_calls.devices() if patches.is_active() else (),
             attention=guards.our_attention_names(),
             towers=guards.towers(),
             refused_models=dict(guards.refused_models()),

@@ -1,8 +1,9 @@
 """What replaces each of transformers' sequence-mixing functions: THE TABLE is at the end of this file.
 
-A replacement closes over the stock function. A call without boundaries goes there (decoding, unpacked batches, devices
-that our kernels do not serve); a call with boundaries goes to the function of the same name in this package. Where this
-package has none yet, a call with boundaries is an error: the stock function would mix the samples.
+A replacement closes over the stock function. A call with boundaries goes to the function of the same name in this
+package; where this package has none, that is an error: the stock function would mix the samples. A call without
+boundaries (decoding, unpacked batches) is of one sequence a row: ``plain.py`` says whether it goes to ours or to the
+stock function, to which it goes on devices that our kernels do not serve.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from .. import _sharing, packing
 from .._checks import type_error, value_error
 from .._devices import served_devices
 from ..causal_conv1d.api import ACTIVATIONS, WIDTHS
-from . import context, internals, recompute
+from . import context, internals, plain, recompute
 
 # Device types on which our functions run. Calls elsewhere keep the stock path with their keywords untouched.
 SUPPORTED_DEVICES = served_devices()
@@ -153,11 +154,12 @@ def _model() -> str:
 
 def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
     known = _keywords_of(ours, "activation")
+    without_pack = plain.or_stock(name, stock, ours, supported)
 
     def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **keywords: Any) -> Any:
         cuts = find_boundaries(name, x.shape[0], x.shape[-1], x.device, keywords)
         if cuts is None:
-            return stock(x, weight, bias, *args, **keywords)
+            return without_pack(x, weight, bias, *args, **keywords)
         _keywords_only(name, "bias", args)
         if weight.shape[-1] not in WIDTHS:
             raise ValueError(
@@ -180,11 +182,12 @@ def _causal_conv1d(name: str, stock: Callable, ours: Callable) -> Callable:
 def _delta_rule(name: str, stock: Callable, ours: Callable) -> Callable:
     """The gated delta rule and KDA."""
     known = _keywords_of(ours, "chunk_size")
+    without_pack = plain.or_stock(name, stock, ours, supported)
 
     def delta_rule(q: Tensor, k: Tensor, v: Tensor, *args: Any, **keywords: Any) -> Any:
         cuts = find_boundaries(name, q.shape[0], q.shape[1], q.device, keywords)
         if cuts is None:
-            return stock(q, k, v, *args, **keywords)
+            return without_pack(q, k, v, *args, **keywords)
         _keywords_only(name, "beta", args[2:])
         decay_and_beta = dict(zip(("g", "beta"), args))
         return ours(q, k, v, **decay_and_beta, **_pick(keywords, known), **cuts)
@@ -194,13 +197,14 @@ def _delta_rule(name: str, stock: Callable, ours: Callable) -> Callable:
 
 def _mamba2_scan(name: str, stock: Callable, ours: Callable) -> Callable:
     known = _keywords_of(ours)
+    without_pack = plain.or_stock(name, stock, ours, supported)
 
     def mamba_chunk_scan_combined(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
     ) -> Any:
         cuts = find_boundaries(name, x.shape[0], x.shape[1], x.device, keywords)
         if cuts is None:
-            return stock(x, dt, A, B, C, *args, **keywords)
+            return without_pack(x, dt, A, B, C, *args, **keywords)
         _keywords_only(name, "chunk_size", args[1:])
         chunk_size = dict(zip(("chunk_size",), args))
         return ours(x, dt, A, B, C, **chunk_size, **_pick(keywords, known), **cuts)
@@ -211,13 +215,14 @@ def _mamba2_scan(name: str, stock: Callable, ours: Callable) -> Callable:
 def _mamba1_scan(name: str, stock: Callable, ours: Callable) -> Callable:
     # transformers' use_mambapy and use_associative_scan choose between its own forms of the scan; ours is neither.
     known = _keywords_of(ours)
+    without_pack = plain.or_stock(name, stock, ours, supported)
 
     def selective_scan_fn(
         u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **keywords: Any
     ) -> Any:
         cuts = find_boundaries(name, u.shape[0], u.shape[2], u.device, keywords)
         if cuts is None:
-            return stock(u, delta, A, B, C, *args, **keywords)
+            return without_pack(u, delta, A, B, C, *args, **keywords)
         _keywords_only(name, "C", args)
         return ours(u, delta, A, B, C, **_pick(keywords, known), **cuts)
 
@@ -280,9 +285,17 @@ def is_served(name: str) -> bool:
     return _ours(name) is not None
 
 
+def is_replaced(name: Optional[str]) -> bool:
+    """Whether the function that transformers registers as ``name`` is replaced."""
+    return name in REPLACEMENTS or (name in plain.DECODING and is_served(name))
+
+
 def replacement(name: str, stock: Callable) -> Callable:
     """What a modeling file gets in place of ``stock``, the function that transformers registers as ``name``."""
     ours = _ours(name)
-    hooked = _not_served(name, stock) if ours is None else REPLACEMENTS[name](name, stock, ours)
+    if name in plain.DECODING:
+        hooked = plain.or_stock(name, stock, ours, supported)
+    else:
+        hooked = _not_served(name, stock) if ours is None else REPLACEMENTS[name](name, stock, ours)
     hooked.packfree_stock = stock
     return hooked

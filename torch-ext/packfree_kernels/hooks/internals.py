@@ -222,10 +222,30 @@ def kernel_function_name(value: Any) -> Optional[str]:
     """The name under which transformers registered ``value``, or None if it is no such function."""
     if isinstance(value, torch.nn.Module):
         return getattr(type(value), "kernel_layer_name", None)
-    code = getattr(value, "__code__", None)
-    if code is not None and code.co_name == "wrapped" and "func_name" in code.co_freevars:
-        return value.__closure__[code.co_freevars.index("func_name")].cell_contents
+    if getattr(getattr(value, "__code__", None), "co_name", None) == "wrapped":
+        return _closed_over(value, "func_name")
     return None
+
+
+def runs_torch_code(function: Any) -> bool:
+    """Whether ``function``, of :func:`kernel_function_name`, computes by transformers' torch code at present.
+
+    Otherwise a package that is installed does, or a kernel that was put in its place (``use_kernels=True``).
+    """
+    if isinstance(function, torch.nn.Module):
+        forward = type(function).forward
+        if getattr(function.forward, "__func__", None) is not forward:
+            return False
+        function = _closed_over(forward, "func")
+    return not _closed_over(function, "is_new_implementation")
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    """What ``function`` closes over under ``name``, or None."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
 
 
 def model_classes() -> Iterator[type]:

@@ -146,7 +146,7 @@ def _replace_mixing_functions() -> None:
     for module in internals.modeling_modules():
         for attribute, value in list(vars(module).items()):
             name = internals.kernel_function_name(value)
-            if name in functions.REPLACEMENTS:
+            if functions.is_replaced(name):
                 _undo.replace(module, attribute, functions.replacement(name, value))
                 _hooked_functions.setdefault(name, []).append(module.__name__)
                 _hooked_modules.add(module.__name__)

@@ -24,6 +24,7 @@ class HooksStatus:
         reason: why they are not, or an empty string.
         functions: served function -> modules in which it is replaced.
         not_served: function that refuses packed calls -> modules in which it is replaced.
+        plain: device types on which the served functions also take calls that hold no pack; none if that is off.
         attention: names under which transformers uses this package's attention.
         towers: image or sound towers that keep transformers' own attention -> which one.
         refused_models: model type (a trailing * stands for any ending) -> why it is refused.
@@ -42,6 +43,7 @@ class HooksStatus:
     reason: str
     functions: Dict[str, Tuple[str, ...]]
     not_served: Dict[str, Tuple[str, ...]]
+    plain: Tuple[str, ...]
     attention: Tuple[str, ...]
     towers: Dict[str, str]
     refused_models: Dict[str, str]
@@ -73,6 +75,12 @@ class HooksStatus:
     def state(self) -> str:
         return "installed" if self.installed else f"not installed: {self.reason}"
 
+    @property
+    def _plain_calls(self) -> str:
+        if not self.plain:
+            return "left to transformers"
+        return f"served on {' and '.join(device.upper() for device in self.plain)}, as packs are"
+
     def __str__(self) -> str:
         checked = f"{self.checked_transformers[0]} to {self.checked_transformers[-1]}"
         lines = [
@@ -82,6 +90,8 @@ class HooksStatus:
             f"  transformers   {self.transformers or 'not imported'} (hooks checked against {checked})",
             f"  attention      {', '.join(self.attention) or 'no model uses it yet'}",
         ]
+        if self.installed:
+            lines.append(f"  plain calls    {self._plain_calls}")
         if not self.cuda:
             lines.append("  CUDA           no kernels in this build: models on a GPU keep transformers' own path")
         for path in sorted(set(self.cuda.values())):
