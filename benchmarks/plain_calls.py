@@ -4,9 +4,10 @@
     python benchmarks/plain_calls.py --quick                         short rows, three rounds
     python benchmarks/plain_calls.py --models mamba --calls decode   some of them (several names may be given)
 
-Models have 4 layers of 512 in float32. Both ways run in turn in one process on one thread, whose own time is taken, so
-that neighbours count less. A call whose logits differ by more than 1e-5 is reported and not timed, and the exit status
-is then 1. A complete run writes ``benchmarks/results/plain_calls.json``.
+Models are those of benchmarks/models.py, 4 layers of 512, in float32: with transformers alone, with the hooks and
+transformers' attention, and loaded by the one string, with our attention too. The three run in turn in one process on
+one thread, whose own time is taken, so that neighbours count less. A call whose logits differ by more than 1e-5 is
+reported and not timed, and the exit status is then 1. A complete run writes ``benchmarks/results/plain_calls.json``.
 """
 
 from __future__ import annotations
@@ -26,54 +27,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["LOCAL_KERNELS"] = f"org/packfree-kernels={Path(__file__).resolve().parents[1] / 'build'}"
 
 import torch
-import transformers.modeling_utils  # noqa: F401  the hooks wait for this module
 from kernels import get_kernel
 from measure import cpu_name
+from models import FAMILIES, VOCABULARY, make_model
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
-from transformers.integrations.hub_kernels import allow_all_hub_kernels
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "org/packfree-kernels"
 TOLERANCE = 1e-5
-ROUNDS, SLOW_ROUNDS, SLOW_SECONDS, QUICK_ROUNDS = 9, 7, 2.0, 3
+# A call of more than so many seconds gets fewer rounds: a stock function in a loop over tokens takes some.
+ROUNDS, SLOW_ROUNDS, SLOW_SECONDS, QUICK_ROUNDS = 7, 3, 1.5, 3
 SECONDS_PER_TURN = 0.05
-VOCABULARY = 1024
-LAYERS = dict(hidden_size=512, num_hidden_layers=4, vocab_size=VOCABULARY, pad_token_id=0)
-DECODER = dict(LAYERS, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2)
-HYBRID = ["linear_attention"] * 3 + ["full_attention"]
-DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128)
-STATE_SPACE = dict(mamba_n_heads=16, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128)
-LATENT = dict(kv_lora_rank=64, q_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=48, v_head_dim=64)
-EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1, moe_intermediate_size=512)
-
-# Model type -> its configuration. The last two hold attention alone, or nothing of the table but the convolution.
-MODELS = {
-    "qwen3_5_text": dict(DECODER, **DELTA, head_dim=64, layer_types=HYBRID),
-    "kimi_linear": dict(
-        {**DECODER, "num_key_value_heads": 8}, **LATENT, **EXPERTS, head_dim=64, linear_head_dim=128,
-        linear_num_heads=4, layer_types=HYBRID,
-    ),
-    "bamba": dict(DECODER, **STATE_SPACE, attn_layer_indices=[3]),
-    "mamba2": dict(LAYERS, num_heads=16, head_dim=64, n_groups=1, state_size=128),
-    "falcon_h1": dict(DECODER, **STATE_SPACE, mamba_d_ssm=1024),
-    "mamba": dict(LAYERS, state_size=16),
-    "jamba": dict(DECODER, num_experts=1, num_experts_per_tok=1, attn_layer_period=4, attn_layer_offset=3),
-    "lfm2": dict(DECODER, layer_types=["conv"] * 3 + ["full_attention"]),
-    "llama": dict(DECODER),
-}  # fmt: skip
-WITHOUT_SDPA = ("mamba", "mamba2")
-CALLS = ("prefill", "left padded prefill", "training step", "padded training step", "decode", "decode of 8 rows")
+CALLS = ("prefill", "padded prefill", "training step", "padded training step", "decode", "decode of 8 rows")
 Call = Callable[[], Tensor]
-
-
-def build(model_type: str, attention: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    configuration = CONFIG_MAPPING[model_type](**MODELS[model_type])
-    with allow_all_hub_kernels():
-        return AutoModelForCausalLM.from_config(configuration, attn_implementation=attention)
 
 
 def padded(rows: int, length: int) -> dict[str, Tensor]:
@@ -91,7 +58,8 @@ def make_call(model: torch.nn.Module, name: str, length: int) -> Call:
     if name.startswith("decode"):
         return decoding(model, 8 if "rows" in name else 1, length // 8)
     if name.endswith("training step"):
-        batch = padded(4, length // 4) if name.startswith("padded") else row
+        row["input_ids"] = row["input_ids"][:, : length // 2]
+        batch = padded(4, length // 8) if name.startswith("padded") else row
 
         def step() -> Tensor:
             model.zero_grad()
@@ -104,7 +72,8 @@ def make_call(model: torch.nn.Module, name: str, length: int) -> Call:
 
     def prefill() -> Tensor:
         with torch.no_grad():
-            return model.eval()(**batch, use_cache=True).logits
+            # As generate() calls it: logits of the last token alone.
+            return model.eval()(**batch, use_cache=True, logits_to_keep=1).logits
 
     return prefill
 
@@ -162,29 +131,28 @@ def time_calls(calls: dict[str, Call], most_rounds: int) -> dict[str, list[float
     return found
 
 
-def measure(model_type: str, name: str, length: int, most_rounds: int) -> dict[str, object]:
+def measure(family: str, name: str, length: int, most_rounds: int) -> dict[str, object]:
     """A row of the table.
 
     Raises:
         ValueError: a way's logits are not those of transformers alone.
     """
-    models = {"alone": build(model_type, "eager" if model_type in WITHOUT_SDPA else "sdpa")}
-    models["hooks"], models["string"] = models["alone"], build(model_type, NAME)
+    alone = make_model(family, torch.float32)
+    models = {"alone": alone, "hooks": alone, "string": make_model(family, torch.float32, NAME)}
     calls = {way: make_call(model, name, length) for way, model in models.items()}
     results = {}
     for way, call in calls.items():
         under(way)
         results[way] = call()
-    mask = padded(2, length // 2)["attention_mask"].bool() if "padded prefill" in name else None
-    mask = padded(4, length // 4)["attention_mask"].bool() if name == "padded training step" else mask
+    mask = padded(4, length // 8)["attention_mask"].bool() if name == "padded training step" else None
     for way in ("hooks", "string"):
         difference = (results[way] - results["alone"]).abs()
         error = float((difference if mask is None else difference[mask]).max() / results["alone"].abs().max())
         if not error <= TOLERANCE:
-            raise ValueError(f"{model_type}, {name}: logits of {way!r} differ by {error:.1e}; not timed")
+            raise ValueError(f"{family}, {name}: logits of {way!r} differ by {error:.1e}; not timed")
     times = time_calls(calls, most_rounds)
     medians = {way: statistics.median(values) for way, values in times.items()}
-    row: dict[str, object] = {"model": model_type, "call": name, "tokens": length, "rounds": len(times["alone"])}
+    row: dict[str, object] = {"model": family, "call": name, "tokens": length, "rounds": len(times["alone"])}
     for way, values in times.items():
         row[f"{way}_ms"], row[f"{way}_least_ms"] = round(medians[way], 3), round(min(values), 3)
     for way in ("hooks", "string"):
@@ -205,7 +173,7 @@ HEADING = f"{'':<36}{'alone, ms':>11}{'hooks, ms':>12}{'':>8}{'one string, ms':>
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="TYPE")
+    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="TYPE")
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS), metavar="CALL")
     parser.add_argument("--quick", action="store_true", help="rows of 256 tokens and three rounds")
     parser.add_argument("--out", type=Path, help="file for the JSON list of measurements")
@@ -216,17 +184,17 @@ def main() -> int:
     chosen = arguments()
     torch.set_num_threads(1)
     length, most_rounds = (256, QUICK_ROUNDS) if chosen.quick else (2048, ROUNDS)
-    complete = not chosen.quick and chosen.models == list(MODELS) and chosen.calls == list(CALLS)
+    complete = not chosen.quick and chosen.models == list(FAMILIES) and chosen.calls == list(CALLS)
     out = chosen.out or (ROOT / "benchmarks" / "results" / "plain_calls.json" if complete else None)
     print(f"{cpu_name()}, one thread, torch {torch.__version__}, rows of {length} tokens, float32")
     print(HEADING)
     rows, wrong = [], []
-    work = [(model_type, name) for model_type in chosen.models for name in chosen.calls]
+    work = [(family, name) for family in chosen.models for name in chosen.calls]
     with tqdm(work, unit="call", leave=False, dynamic_ncols=True) as bar:
-        for model_type, name in bar:
-            bar.set_description(f"{model_type} {name}")
+        for family, name in bar:
+            bar.set_description(f"{family} {name}")
             try:
-                rows.append(measure(model_type, name, length, most_rounds))
+                rows.append(measure(family, name, length, most_rounds))
                 bar.write(line(rows[-1]))
             except ValueError as error:
                 wrong.append(str(error))
