@@ -141,4 +141,6 @@ def _can_keep(tensor: Tensor) -> bool:
         return False
     if type(tensor) is not Tensor or tensor.is_meta or torch._C._are_functorch_transforms_active():
         return False
-    return not any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS)
+    # Without any mode, which is soon told, there is no tracer either.
+    modes = torch._C._len_torch_dispatch_stack()
+    return not modes or not any(torch._C._get_dispatch_mode(tracer) is not None for tracer in _TRACERS)

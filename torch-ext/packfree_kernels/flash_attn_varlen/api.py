@@ -19,6 +19,7 @@ from .._checks import (
 )
 from .._dtypes import DTYPES
 from .._ops import ops
+from .._sharing import of_own
 from ..context_parallel.attention import shard_of_attention, with_far_keys
 from ..context_parallel.heads import from_heads, to_heads
 from ..packing import Boundaries, check_cu_seqlens, has_values, reads_values
@@ -269,7 +270,7 @@ def _check_longest(op: str, argument: str, longest: Optional[Union[int, Tensor]]
         longest = int(longest)
     elif isinstance(longest, bool) or not isinstance(longest, numbers.Integral):
         raise type_error(op, argument, "be an int, a tensor of one or None", repr(longest))
-    true_longest = int(torch.diff(cu_seqlens).max()) if cu_seqlens.shape[0] > 1 else 0
+    true_longest = of_own(cu_seqlens, "longest", lambda: int(max(torch.diff(cu_seqlens).tolist(), default=0)))
     if longest < true_longest:
         raise value_error(op, argument, f"be at least the longest sequence ({true_longest})", longest)
 
