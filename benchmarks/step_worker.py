@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from case import DTYPES
 from models import VOCABULARY, make_model
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 SAMPLES_SEED = 1
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
@@ -106,6 +107,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Whatever a library prints is no answer.
     logging.disable(logging.WARNING)
+    disable_progress_bar()
     steps = None
     for text in sys.stdin:
         request = json.loads(text)

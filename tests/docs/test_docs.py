@@ -190,7 +190,7 @@ def test_numbers_of_model_types_are_those_of_the_table():
     assert f"and {outcomes.count('not built')} transformers does not build" in sentence
 
 
-@pytest.mark.parametrize("name", ["packing", "speed", "architecture"])
+@pytest.mark.parametrize("name", ["packing", "speed", "steps", "architecture"])
 def test_pictures_are_those_of_the_tool(name):
     assert load_tool("maintainers.pictures").source_digest(name) in (ROOT / "docs" / f"{name}.svg").read_text(), (
         "run tools/maintainers/pictures.py, and look at what it draws"
