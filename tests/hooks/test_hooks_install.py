@@ -128,7 +128,8 @@ def test_a_second_build_does_not_stack(kernel, tmp_path):
     package.mkdir()
     source = Path(kernel.__file__).parent
     shutil.copytree(source / "hooks", package / "hooks")
-    for name in ("packing.py", "_checks.py", "_devices.py", "_dtypes.py"):
+    shutil.copytree(source / "context_parallel", package / "context_parallel")
+    for name in ("packing.py", "_checks.py", "_devices.py", "_dtypes.py", "_sharing.py"):
         shutil.copy(source / name, package / name)
     (package / "causal_conv1d").mkdir()
     (package / "causal_conv1d" / "api.py").write_text("WIDTHS = range(2, 9)\nACTIVATIONS = ()\n")

@@ -93,6 +93,23 @@ def test_generation_from_padded_prompts_with_an_image(models):
         assert torch.equal(model.generate(**call, **arguments), stock.generate(**call, **arguments)), arguments
 
 
+def hand_on_text(model, monkeypatch):
+    """Let the tower's attention be called with the boundaries that the model got for its text."""
+    text = {}
+
+    def note(module, arguments, keywords):
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        text.update({name: keywords[name] for name in names if name in keywords})
+
+    model.model.register_forward_pre_hook(note, with_kwargs=True)
+    for part in model.modules():
+        if type(part).__name__ == "Qwen3_5VisionAttention":
+            forward = functools.partial(type(part).forward, part)
+            monkeypatch.setattr(
+                part, "forward", lambda *given, forward=forward, **named: forward(*given, **{**named, **text})
+            )
+
+
 @pytest.mark.parametrize("handed_on", [False, True])
 def test_packs_with_images(models, handed_on, monkeypatch):
     """The tower's patches are not cut where the text is, even if a model hands it the text's keywords."""
@@ -122,12 +139,7 @@ def test_packs_with_images(models, handed_on, monkeypatch):
             )
             del batch["labels"]
             if handed_on:
-                text = {
-                    name: batch[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-                }
-                for part in model.modules():
-                    if type(part).__name__ == "Qwen3_5VisionAttention":
-                        monkeypatch.setattr(part, "forward", functools.partial(type(part).forward, part, **text))
+                hand_on_text(model, monkeypatch)
             logits = model(**batch, pixel_values=images, image_grid_thw=GRID.repeat(2, 1)).logits[0]
             assert_logits_equal(logits, torch.cat(expected))
 

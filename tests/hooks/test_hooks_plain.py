@@ -507,7 +507,9 @@ def test_exported_and_traced_programs_hold_no_function_of_ours(kernel, served):
     for strict in (True, False):
         program = torch.export.export(Layer(), arguments, strict=strict)
         assert "packfree" not in str(program.graph)
-    assert "packfree" not in str(torch.jit.trace(Layer(), arguments, check_trace=False).graph)
+    traced = torch.jit.trace(Layer(), arguments, check_trace=False).graph
+    # The text of a graph names the files that it comes from too, wherever they lie.
+    assert not [node.kind() for node in traced.nodes() if "packfree" in node.kind()]
     assert not served
 
 
